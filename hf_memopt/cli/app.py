@@ -23,6 +23,7 @@ from hf_memopt.cli.options import (
     Tokens,
     answer_for,
     at_least_one,
+    method_names,
     model_names,
     positive,
     preset_names,
@@ -83,7 +84,8 @@ def estimate(
     model: Annotated[
         str,
         typer.Argument(
-            help="A bundled architecture's name (llama-3.1-8b, …), hub id, folder or config.json.",
+            help="A bundled architecture's name (llama-3.1-8b, …), hub id, folder or config.json; or a YAML of axolotl, "
+            "LLaMA-Factory, ms-swift, torchtune or TRL, or its command.",
             autocompletion=model_names,
         ),
     ],
@@ -95,7 +97,9 @@ def estimate(
             autocompletion=preset_names,
         ),
     ] = None,
-    method: Method = "full",
+    method: Annotated[
+        str | None, typer.Option(help="full, lora or qlora. Default: full, or a file's.", autocompletion=method_names)
+    ] = None,
     seq_len: Annotated[
         int | None, typer.Option(callback=at_least_one, help="Tokens per sample. Default: the preset's.")
     ] = None,
@@ -131,13 +135,14 @@ def estimate(
 ) -> None:
     """Predict a job's peak memory and speed, without weights and without a GPU; exit code 1 if it does not fit."""
     from hf_memopt.cli.estimate import run_estimate
-    from hf_memopt.cli.settings import command_spec
+    from hf_memopt.cli.foreign import job_spec
     from hf_memopt.cli.speed import AmountOptions
 
     answer_for(stack)
-    spec = command_spec(
+    spec = job_spec(
+        model,
+        "full",
         settings,
-        model=model,
         preset=preset,
         method=method,
         seq_len=seq_len,

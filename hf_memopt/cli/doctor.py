@@ -9,6 +9,7 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
+from hf_memopt.cli.foreign import examine_foreign
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.compatibility.config_files import examine_files
 from hf_memopt.errors import InputError
@@ -45,7 +46,8 @@ _TESTED = {"matplotlib": "3.11.2", "av": "18.1.0", "gradio": "6.31.0", "torchao"
 
 def check_files(files: list[str], as_json: bool) -> int:
     """Print every fault of each file: 0 if there is none, 2 if there is any."""
-    checked = examine_files(files)
+    foreign = {file: examined for file in files if (examined := examine_foreign(file))}
+    checked = examine_files(file for file in files if file not in foreign) | foreign
     faulty = any(examined.faults for examined in checked.values())
     if as_json:
         faults = [(file, fault) for file, examined in checked.items() for fault in examined.faults]

@@ -33,7 +33,7 @@ class Fault:
         refused: by accelerate or DeepSpeed; otherwise they take it, and it does nothing.
     """
 
-    path: Path
+    path: str | Path
     line: int | None
     text: str
     refused: bool = True
@@ -101,7 +101,7 @@ class _Parsed:
 
     def __init__(self, path: Path, kind: str, text: str = "", content: Any = None, fault: Fault | None = None) -> None:
         self.path, self.kind, self.content, self.fault = path, kind, content, fault
-        self._lines = _Lines(text)
+        self._lines = Lines(text)
 
     @classmethod
     def of(cls, path: Path) -> "_Parsed":
@@ -157,7 +157,7 @@ def _parsed_json(text: str) -> Any:
         raise InputError(f"not readable as JSON: {one_line(error)}") from error
 
 
-class _Lines:
+class Lines:
     """The lines that the keys of a YAML or JSON text stand on."""
 
     def __init__(self, text: str) -> None:

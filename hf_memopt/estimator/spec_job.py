@@ -104,7 +104,7 @@ def spec_job(spec: JobSpec) -> Job:
         dtype=preset.dtype,
         world_size=world_size,
         strategy=_strategy(preset, world_size, bool(deepspeed or fields.get("fsdp"))),
-        expandable=bool(preset.name) or expands_segments(),
+        expandable=spec.tool.expandable if spec.tool else bool(preset.name) or expands_segments(),
         quantization_config=quantization_config(spec),
         task=spec.task,
         attn_implementation=spec.attn_implementation,

@@ -14,6 +14,21 @@ from hf_memopt.presets import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tool:
+    """The training tool whose configuration a job is, which has no presets.
+
+    Attributes:
+        name: as its users write it.
+        expandable: it sets the allocator's expandable segments itself.
+        features: settings of a plan that it has keys for.
+    """
+
+    name: str
+    expandable: bool = False
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """A job; None stands for what the preset, the device or the model has, and is filled in where the job is settled.
 
@@ -42,6 +57,7 @@ class JobSpec:
         video: the clips of a sample.
         frozen: parts of a video model that are not trained.
         streaming: a plan may keep frozen weights in host memory.
+        tool: whose configuration it was read from; what that leaves out, TrainingArguments decide, and no preset.
     """
 
     model: Any
@@ -71,6 +87,7 @@ class JobSpec:
     video: Any = None
     frozen: tuple[str, ...] = ()
     streaming: bool = False
+    tool: Tool | None = None
 
     @property
     def model_name(self) -> str:

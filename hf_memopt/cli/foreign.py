@@ -1,0 +1,106 @@
+"""MODEL as another tool's configuration: the job of a file or command, and what of it was not taken as it is."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hf_memopt.cli.settings import command_spec
+from hf_memopt.compatibility.config_files import Examined, Fault, Lines
+from hf_memopt.compatibility.foreign_files import foreign_tool
+from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.foreign.source import Source, is_source, read_source
+from hf_memopt.foreign.translate import Translation
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.terminal import say
+from hf_memopt.yaml_values import read_yaml_file
+
+_SHOWN = 12  # keys of a list
+
+
+def job_spec(model: str, usual_method: str, settings: list[str] | None, **options: Any) -> JobSpec:
+    """The job of a command line, whose MODEL may be another tool's file or command: options and --set go over it.
+
+    Args:
+        usual_method: where neither the option nor the file names one.
+
+    Raises:
+        InputError: as command_spec() and Translation.check() raise it.
+    """
+    chosen = options.pop("method", None)
+    asked = command_spec(settings, model=model, method=chosen or usual_method, **options)
+    if not is_source(model):
+        return asked
+    source = read_source(model)
+    translation = source.translate()
+    with as_input_error(source.label, InputError):
+        translation.check()
+        spec = _over(translation.spec(), asked, options)
+    if chosen:
+        spec = replace(spec, method=chosen, lora=spec.lora if chosen != "full" else {})
+    if spec.seq_len is None and source.table.length and "seq_len" in options:
+        raise InputError(f"{source.label}: {source.table.length}: pass --seq-len")
+    announce(translation)
+    return spec
+
+
+def _over(spec: JobSpec, asked: JobSpec, options: Mapping[str, Any]) -> JobSpec:
+    """A file's job under what the command line says."""
+    changed = {name: value for name, value in options.items() if value is not None}
+    for name in ("training", "lora", "quantization", "sizes"):
+        changed[name] = {**getattr(spec, name), **getattr(asked, name)}
+    for name in ("dtype", "attn_implementation", "task", "kbit_preparation", "padded", "packed", "clips"):
+        changed[name] = getattr(asked, name) or getattr(spec, name)
+    memory = {name: getattr(spec.memory_args, name) for name in spec.named}
+    memory |= {name: getattr(asked.memory_args, name) for name in asked.named}
+    return replace(spec, **changed, memory_args=MemoryArguments(**memory), named=spec.named | asked.named)
+
+
+def announce(translation: Translation) -> None:
+    """Say on stderr what of a file was not taken as it is."""
+    table = translation.table
+    say(f"note: read as {table.name} {table.version}: {len(translation.translated)} settings translated", sys.stderr)
+    if translation.neutral:
+        say(f"note: without effect on memory: {_listed(translation.neutral)}", sys.stderr)
+    for text, keys in _by_text(translation).items():
+        say(f"note: approximated: {_listed(keys)}: {text}", sys.stderr)
+
+
+def _by_text(translation: Translation) -> dict[str, list[str]]:
+    texts: dict[str, list[str]] = {}
+    for remark in translation.approximated:
+        texts.setdefault(remark.text, []).append(remark.key)
+    return texts
+
+
+def _listed(keys: list[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return f"{', '.join(sorted(keys)[:_SHOWN])}{more}"
+
+
+def examine_foreign(file: str) -> Examined | None:
+    """What is found in another tool's file or command; None where it is none."""
+    if not is_source(file):
+        return None
+    if not file.endswith(".sh") and " " not in file:
+        try:
+            content = read_yaml_file(file, file)
+        except InputError:
+            return None  # its own check says why
+        if not isinstance(content, Mapping) or foreign_tool(content) is None:
+            return None
+    try:
+        source = read_source(file)
+        return _examined(file, source)
+    except InputError as error:
+        return Examined("another tool's", [Fault(file, None, str(error).removeprefix(f"{file}: "))], [])
+
+
+def _examined(file: str, source: Source) -> Examined:
+    translation, lines = source.translate(), Lines(source.text if source.path else "")
+    faults = [Fault(file, lines.line_of(tuple(key.split("."))), text) for key, text in translation.faults()]
+    notes = [f"approximated: {_listed(keys)}: {text}" for text, keys in _by_text(translation).items()]
+    if translation.neutral:
+        notes.append(f"without effect on memory: {_listed(translation.neutral)}")
+    return Examined(source.table.name, faults, notes)

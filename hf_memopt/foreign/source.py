@@ -1,0 +1,122 @@
+"""Whose configuration a file or a command is, and its settings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.compatibility.foreign_files import foreign_tool
+from hf_memopt.errors import InputError, brief
+from hf_memopt.foreign.accelerate import engine_of_accelerate
+from hf_memopt.foreign.commands import parse_commands
+from hf_memopt.foreign.table import Table, read_table
+from hf_memopt.foreign.translate import Translation, translate
+from hf_memopt.yaml_values import read_text, read_yaml
+
+_ENDINGS = (".yaml", ".yml", ".sh")
+_TABLES = {
+    "axolotl": "axolotl",
+    "LLaMA-Factory": "llama_factory",
+    "ms-swift": "ms_swift",
+    "torchtune": "torchtune",
+    "TRL": "trl",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A configuration of another tool.
+
+    Attributes:
+        path: of the file; None of a command.
+        text: of the file or command.
+        settings: theirs.
+    """
+
+    path: Path | None
+    text: str
+    table: Table
+    settings: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """The file's name, or the command's first words."""
+        return str(self.path) if self.path else self.text[:60]
+
+    def translate(self) -> Translation:
+        """Its settings in our words."""
+        return translate(self.table, self.settings, self.path.parent if self.path else Path())
+
+
+def is_source(text: str) -> bool:
+    """True if a MODEL of the command line is a file or a command of another tool rather than a model."""
+    return Path(text).suffix.lower() in _ENDINGS or " " in text.strip()
+
+
+def read_source(text: str) -> Source:
+    """The settings of a file or a command.
+
+    Raises:
+        InputError: it cannot be read, or is no configuration of a training job that is known.
+    """
+    path = Path(text)
+    if path.suffix.lower() not in _ENDINGS:
+        return _command(None, text)
+    content = read_text(path, text)
+    if path.suffix.lower() == ".sh":
+        return _command(path, content)
+    settings = read_yaml(content, text)
+    if not isinstance(settings, Mapping):
+        raise InputError(f"{text}: holds no settings, but {brief(settings)}")
+    tool = foreign_tool(settings)
+    if tool is None:
+        known = ", ".join(_TABLES)
+        raise InputError(f"{text} is no configuration of a training job of {known}; hf-memopt doctor checks others")
+    if tool not in _TABLES:
+        raise InputError(f"{text} is a configuration of {tool}, whose trainer is not modelled")
+    return Source(path, content, read_table(_TABLES[tool]), {str(key): value for key, value in settings.items()})
+
+
+def _command(path: Path | None, text: str) -> Source:
+    """A command's settings over those of the file that it names."""
+    command = parse_commands(text)
+    folder = path.parent if path else Path()
+    settings: dict[str, Any] = {}
+    if command.config:
+        settings = _named_file(command.config, folder, command.tool)
+    if command.accelerate:
+        settings |= engine_of_accelerate(_find(command.accelerate, folder))
+    settings = _merged(settings, command.settings)
+    settings |= {f"env.{name}": value for name, value in command.environment.items()}
+    return Source(path, text, read_table(command.tool), settings)
+
+
+def _named_file(name: str, folder: Path, tool: str) -> dict[str, Any]:
+    settings = read_yaml(read_text(_find(name, folder), name), name)
+    if not isinstance(settings, Mapping):
+        raise InputError(f"{name}: holds no settings, but {brief(settings)}")
+    if _TABLES.get(str(foreign_tool(settings)), tool) != tool:
+        raise InputError(f"{name} is a configuration of {foreign_tool(settings)}, and the command another tool's")
+    return {str(key): value for key, value in settings.items()}
+
+
+def _find(name: str, folder: Path) -> Path:
+    """A file that a command names: from here, from the script's folder, or from one above it.
+
+    Raises:
+        InputError: it is nowhere.
+    """
+    for place in (Path(), folder, *folder.resolve().parents):
+        if (place / name).is_file():
+            return place / name
+    raise InputError(f"{name}, which the command names, is not here: get it, and ask again")
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings over others, those inside a mapping one by one."""
+    merged = dict(below)
+    for key, value in above.items():
+        inner = merged.get(key)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(inner, value) if both else value
+    return merged

@@ -1,0 +1,139 @@
+"""The tables of tables/*.toml: what each key of another tool's configuration is here."""
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).parent / "tables"
+EFFECTS = ("memory", "approximated", "none", "refused")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a key is here; of several rows of a key the first that holds is taken.
+
+    Attributes:
+        key: theirs, dotted inside a mapping; a * at its end stands for a family of names.
+        to: ours: a field of JobSpec; training., lora., quantization., memory. or sizes. and a field. A + at its end adds
+            to a list, a * stands for their key.
+        values: theirs, as text -> ours. Other values are another row's.
+        only: the values, as text, that the row is about; a * stands for anything.
+        when: other keys of theirs with the values, as text, that they must have.
+        also: ours -> value, set beside `to`.
+        via: a function of values.py that makes our value.
+        effect: on memory.
+        why: how it is approximated, or the reason of a refusal, in words that follow "key=value: ".
+    """
+
+    key: str
+    to: str = ""
+    values: Mapping[str, Any] | None = None
+    only: tuple[str, ...] | None = None
+    when: Mapping[str, Any] = field(default_factory=dict)
+    also: Mapping[str, Any] = field(default_factory=dict)
+    via: str = ""
+    effect: str = "memory"
+    why: str = ""
+
+    @property
+    def is_switch(self) -> bool:
+        """True if only a value that is on says something."""
+        return self.effect in ("refused", "approximated") and self.values is None and self.only is None and not self.to
+
+    def is_about(self, key: str) -> bool:
+        """True if a key of theirs is the row's."""
+        return key == self.key or (self.key.endswith("*") and key.startswith(self.key[:-1]))
+
+    def holds(self, value: Any, settings: Mapping[str, Any]) -> bool:
+        """True if it says what a value means among the file's other settings."""
+        text = as_text(value)
+        if self.only is not None and not any(fnmatchcase(text, pattern) for pattern in self.only):
+            return False
+        if self.values is not None and text not in self.values:
+            return False
+        return all(_matches(settings.get(key), wanted) for key, wanted in self.when.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A tool.
+
+    Attributes:
+        name: as its users write it.
+        version: that was read, with its commit.
+        source: where its keys and defaults are.
+        defaults: its settings where a file has none.
+        rows: in the order in which they are asked.
+        plan: ours -> their keys that a plan may set.
+        expandable: it sets the allocator's expandable segments itself.
+        engines: name of a DeepSpeed file that it ships -> what of its content memory sees.
+        length: the reason that a file without a length says nothing of memory; empty where the tool has a default.
+        models: name of a component that builds a model -> its hub id.
+        required: keys without which a file is no training job.
+    """
+
+    name: str
+    version: str
+    source: str
+    rows: tuple[Row, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    expandable: bool = False
+    engines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    length: str = ""
+    models: Mapping[str, str] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+
+    def rows_of(self, key: str) -> list[Row]:
+        """The rows about a key: those that name it, or else the families' that it belongs to."""
+        named = [row for row in self.rows if row.key == key]
+        return named or [row for row in self.rows if row.is_about(key)]
+
+    def place(self, key: str) -> int:
+        """The number of the first row about a key; after all others where there is none."""
+        return next((number for number, row in enumerate(self.rows) if row.is_about(key)), len(self.rows))
+
+    def inside(self, key: str) -> bool:
+        """True if keys within a mapping of theirs have rows of their own."""
+        return any(row.key.startswith(f"{key}.") for row in self.rows)
+
+
+def as_text(value: Any) -> str:
+    """A value as tables write it."""
+    return str(value).strip().lower() if isinstance(value, bool | str) or value is None else str(value)
+
+
+def is_off(value: Any) -> bool:
+    """True if a value leaves a switch off, or a list empty."""
+    return value in (None, False, "", 0, "false", "none", "None", "False") or value == [] or value == {}
+
+
+def _matches(value: Any, wanted: Any) -> bool:
+    if wanted in ("set", "unset"):
+        return is_off(value) == (wanted == "unset")
+    return as_text(value) in [as_text(one) for one in (wanted if isinstance(wanted, list) else [wanted])]
+
+
+@functools.cache
+def read_table(tool: str) -> Table:
+    """The table of a tool, by the name of its file."""
+    content = tomllib.loads((_FOLDER / f"{tool}.toml").read_text(encoding="utf-8"))
+    rows = tuple(row for entry in content.pop("rows") for row in _rows(entry))
+    return Table(rows=rows, **content)
+
+
+def list_tables() -> dict[str, Table]:
+    """File name -> table, of every tool."""
+    return {path.stem: read_table(path.stem) for path in sorted(_FOLDER.glob("*.toml"))}
+
+
+def _rows(entry: dict[str, Any]) -> list[Row]:
+    """The row of an entry, or one for each of its `keys`, which may be a text of words."""
+    keys = entry.pop("keys", None) or [entry.pop("key")]
+    if "only" in entry:
+        entry["only"] = tuple(as_text(value) for value in entry["only"])
+    return [Row(key=key, **entry) for key in (keys.split() if isinstance(keys, str) else keys)]

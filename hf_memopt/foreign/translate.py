@@ -1,0 +1,191 @@
+"""Apply a tool's table to the settings of a file: a JobSpec, and what became of every key."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.errors import InputError, brief, one_line
+from hf_memopt.field_values import fit, hints_of
+from hf_memopt.foreign.table import Row, Table, as_text, is_off
+from hf_memopt.foreign.values import VIA
+from hf_memopt.job.spec import JobSpec, Tool
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.presets.quantization import check_quantization
+
+_GROUPS = ("training", "lora", "quantization", "sizes", "memory", "own")
+# Fields of JobSpec that a table may set, as it takes them.
+_OWN = {
+    "seq_len": int,
+    "world_size": int,
+    "effective_batch_size": int,
+    "packed": bool,
+    "padded": bool,
+    "kbit_preparation": bool,
+    "expandable": bool,
+}
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What became of a key of theirs: `text` is how it is approximated, or why it is refused."""
+
+    key: str
+    value: Any
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}={brief(self.value)}{f': {self.text}' if self.text else ''}"
+
+
+@dataclass
+class Translation:
+    """A file in our words.
+
+    Attributes:
+        fields: ours, dotted -> value.
+        run: ours that memory does not depend on -> value, which a run takes.
+        translated: key of theirs -> ours.
+        neutral: keys without effect on memory.
+        approximated, refused, unknown: the rest.
+    """
+
+    table: Table
+    fields: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+    translated: dict[str, str] = field(default_factory=dict)
+    neutral: list[str] = field(default_factory=list)
+    approximated: list[Remark] = field(default_factory=list)
+    refused: list[Remark] = field(default_factory=list)
+    unknown: list[Remark] = field(default_factory=list)
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """Every key that keeps the file from being answered, and its sentence."""
+        for remark in self.refused:
+            yield remark.key, str(remark)
+        for remark in self.unknown:
+            yield (
+                remark.key,
+                f"{remark.key} is not known ({self.table.name} {self.table.version}), nor whether memory depends on "
+                "it: leave it out if it does not",
+            )
+
+    def check(self) -> None:
+        """Raise for the first setting that cannot be answered.
+
+        Raises:
+            InputError: a refused or an unknown key.
+        """
+        sentences = [sentence for _, sentence in self.faults()]
+        if sentences:
+            more = f" ({len(sentences) - 1} more: hf-memopt doctor FILE)" if len(sentences) > 1 else ""
+            raise InputError(f"{self.table.name}: {sentences[0]}{more}")
+
+    def spec(self) -> JobSpec:
+        """The job that the file describes.
+
+        Raises:
+            InputError: a value that our field does not take.
+        """
+        groups = self._groups()
+        own = fit(_OWN, groups["own"])
+        adapter = own.get("method", "full") != "full"
+        tool = Tool(
+            name=self.table.name,
+            expandable=own.pop("expandable", self.table.expandable),
+            features=frozenset(self.table.plan),
+        )
+        return JobSpec(
+            **own,
+            training=groups["training"],
+            lora=groups["lora"] if adapter else {},
+            quantization=check_quantization(groups["quantization"]),
+            sizes=groups["sizes"],
+            memory_args=MemoryArguments(**fit(hints_of(MemoryArguments), groups["memory"])),
+            named=frozenset(groups["memory"]),
+            tool=tool,
+        )
+
+    def _groups(self) -> dict[str, dict[str, Any]]:
+        """The fields by what they belong to; what is inside a mapping of ours, in that mapping."""
+        groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
+        for name, value in self.fields.items():
+            group, *keys = name.split(".") if "." in name else ("own", name)
+            place = groups[group]
+            for key in keys[:-1]:
+                place = place.setdefault(key, {})
+            place[keys[-1]] = value
+        return groups
+
+
+def translate(table: Table, settings: Mapping[str, Any], folder: Path) -> Translation:
+    """A file's settings in our words. None is dropped: it is translated, neutral, approximated, refused or unknown.
+
+    Args:
+        folder: of the file, from which the files that it names are looked for.
+    """
+    result = Translation(table)
+    flat = dict(_flat(table, settings))
+    # What is null is what its tool does by itself.
+    present = {**table.defaults, **{key: value for key, value in flat.items() if value is not None}}
+    result.unknown += [Remark(key, None) for key in flat if key not in present and not table.rows_of(key)]
+    # In the table's order: a later row may change what an earlier one set.
+    for key in sorted(present, key=lambda key: table.place(key)):
+        _apply(result, key, present, folder, given=key in flat)
+    for key in table.required:
+        if is_off(present.get(key)):
+            result.refused.insert(0, Remark(key, None, "a training job names it"))
+    return result
+
+
+def _flat(table: Table, settings: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys and values; those inside a mapping or list under dotted keys where the table has rows for them."""
+    for key, value in settings.items():
+        name = f"{within}{key}"
+        if isinstance(value, list) and table.inside(name):
+            value = {str(item): True for item in value}
+        if isinstance(value, Mapping) and value and table.inside(name):
+            yield from _flat(table, value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _apply(result: Translation, key: str, present: Mapping[str, Any], folder: Path, given: bool) -> None:
+    value, rows = present[key], result.table.rows_of(key)
+    row = next((row for row in rows if row.holds(value, present)), None)
+    if not rows:
+        result.unknown.append(Remark(key, value))
+    elif row is None and not is_off(value):
+        result.refused.append(Remark(key, value, "this value is not known"))
+    elif row is None or (row.is_switch and is_off(value)):
+        result.neutral += [key] if given else []
+    elif row.effect == "refused":
+        result.refused.append(Remark(key, value, row.why))
+    else:
+        _set(result, row, key, value, folder, given)
+
+
+def _set(result: Translation, row: Row, key: str, value: Any, folder: Path, given: bool) -> None:
+    try:
+        ours = row.values[as_text(value)] if row.values is not None else value
+        ours = VIA[row.via](ours, result.table, folder) if row.via else ours
+    except InputError as error:
+        result.refused.append(Remark(key, value, one_line(error)))
+        return
+    target = result.run if row.effect == "none" else result.fields
+    for name, setting in [*([(row.to.replace("*", key), ours)] if row.to else []), *row.also.items()]:
+        _put(target, name, setting)
+    if row.effect == "approximated":
+        result.approximated.append(Remark(key, value, row.why))
+    elif given and row.effect == "none":
+        result.neutral.append(key)
+    elif given:
+        result.translated[key] = row.to or ", ".join(row.also)
+
+
+def _put(target: dict[str, Any], name: str, value: Any) -> None:
+    """Set a field of ours, or add to one whose name ends with +."""
+    if not name.endswith("+"):
+        target[name] = value
+    elif (present := target.get(name[:-1])) != "all-linear":
+        target[name[:-1]] = [*(present or []), *(value if isinstance(value, list) else [value])]

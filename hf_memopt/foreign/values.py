@@ -1,0 +1,100 @@
+"""Values of theirs that no table can list: files of engines, lists of modules, sizes in words."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.errors import InputError, brief
+from hf_memopt.foreign.table import Table, is_off
+from hf_memopt.yaml_values import read_text, read_yaml
+
+
+def deepspeed(value: Any, table: Table, folder: Path) -> Any:
+    """DeepSpeed's settings, of a file beside theirs or of one that their tool ships.
+
+    Raises:
+        InputError: neither there nor known.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    text = str(value)
+    if text.lstrip().startswith("{"):
+        return _json(text, "the DeepSpeed settings")
+    for path in (folder / text, Path(text)):
+        if path.suffix == ".json" and path.is_file():
+            return _json(read_text(path, str(path)), str(path))
+    if content := table.engines.get(text.rpartition("/")[2].removesuffix(".json")):
+        return _filled(content)
+    raise InputError(f"{brief(text)} is neither a file here nor one that {table.name} {table.version} ships")
+
+
+def _filled(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A shipped file's settings with the batch sizes that all of them leave to the Trainer."""
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {**dict.fromkeys(auto, "auto"), "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, **content}
+
+
+def _json(text: str, where: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not readable as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{where} holds no settings")
+    return content
+
+
+def modules(value: Any, *_: Any) -> Any:
+    """Names of modules, of a list or of a text with commas or spaces; a pattern stays a text."""
+    if isinstance(value, str) and re.fullmatch(r"[\w.,\s-]+", value):
+        return re.split(r"[,\s]+", value.strip())
+    return value
+
+
+def mapping(value: Any, *_: Any) -> Any:
+    """A mapping, which may be written as JSON.
+
+    Raises:
+        InputError: it is something else.
+    """
+    value = read_yaml(value, "value") if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        raise InputError(f"{brief(value)} is not a mapping")
+    return dict(value)
+
+
+def words(value: Any, *_: Any) -> str:
+    """Words in one text, of a list or a text."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def last_name(value: Any, *_: Any) -> Any:
+    """The first of several data sets, by its path."""
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(first, Mapping):
+        first = first.get("path") or next(iter(first), None)
+    return re.split(r"[,\s]+", str(first).strip())[0].partition("#")[0] if not is_off(first) else None
+
+
+def nothing(*_: Any) -> None:
+    """The default of ours that is not a preset's."""
+    return None
+
+
+def component(value: Any, table: Table, _: Path) -> str:
+    """The hub id of a torchtune model, by the name of its function.
+
+    Raises:
+        InputError: its sizes are not known.
+    """
+    name = str(value).rpartition(".")[2].removeprefix("q").removeprefix("lora_")
+    if name not in table.models:
+        raise InputError("the model that this component builds is not known")
+    return table.models[name]
+
+
+VIA: Mapping[str, Callable[..., Any]] = {
+    function.__name__: function for function in (deepspeed, modules, mapping, words, last_name, nothing, component)
+}
