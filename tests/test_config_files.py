@@ -92,7 +92,7 @@ def is_right(right, examined, verdict, said):
     [
         ("axolotl", "base_model: Qwen/Qwen3-4B\nadapter: lora\nsequence_len: 2048\ndeepspeed: zero2.json\n"),
         ("LLaMA-Factory", "model_name_or_path: Qwen/Qwen3-4B\nstage: sft\nfinetuning_type: lora\nbf16: true\n"),
-        ("LLaMA-Factory", "model: Qwen/Qwen3-4B\nmodel_class: llm\ndist_config: {name: fsdp2}\n"),
+        ("LLaMA-Factory's v1 trainer", "model: Qwen/Qwen3-4B\nmodel_class: llm\ndist_config: {name: fsdp2}\n"),
         ("ms-swift", "model: Qwen/Qwen3-4B\ntrain_type: lora\ntorch_dtype: bfloat16\ndeepspeed: zero2\n"),
         ("torchtune", "tokenizer:\n  _component_: torchtune.models.qwen3.qwen3_tokenizer\nepochs: 1\n"),
         ("TRL", "model_name_or_path: Qwen/Qwen3-4B\ndataset_name: trl-lib/Capybara\nlearning_rate: 1.0e-5\n"),

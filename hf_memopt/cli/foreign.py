@@ -36,13 +36,18 @@ def job_spec(model: str, usual_method: str, settings: list[str] | None, **option
     translation = source.translate()
     with as_input_error(source.label, InputError):
         translation.check()
-        spec = _over(translation.spec(), asked, options)
+        spec = _over(translation.spec(_length(options)), asked, options)
     if chosen:
         spec = replace(spec, method=chosen, lora=spec.lora if chosen != "full" else {})
     if spec.seq_len is None and source.table.length and "seq_len" in options:
         raise InputError(f"{source.label}: {source.table.length}: pass --seq-len")
     announce(translation)
     return spec
+
+
+def _length(options: Mapping[str, Any]) -> int | None:
+    """The length that an option sets; None for the longest that fits."""
+    return options["seq_len"] if isinstance(options.get("seq_len"), int) else None
 
 
 def _over(spec: JobSpec, asked: JobSpec, options: Mapping[str, Any]) -> JobSpec:

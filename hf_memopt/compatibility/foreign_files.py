@@ -7,7 +7,7 @@ from typing import Any
 _TOOLS = (
     ("axolotl", {"base_model"}, {"datasets", "adapter", "sequence_len", "micro_batch_size", "val_set_size", "rl"}),
     ("LLaMA-Factory", {"model_name_or_path"}, {"finetuning_type", "cutoff_len", "template", "dataset_dir"}),
-    ("LLaMA-Factory", {"model"}, {"model_class", "dist_config", "kernel_config"}),
+    ("LLaMA-Factory's v1 trainer", {"model"}, {"model_class", "dist_config", "kernel_config"}),
     ("ms-swift", {"model"}, {"train_type", "tuner_type", "rlhf_type", "swift_version", "split_dataset_ratio"}),
     ("TRL", {"model_name_or_path"}, {"dataset_name", "dataset_mixture", "dataset_mixer", "output_dir"}),
 )

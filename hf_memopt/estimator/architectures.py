@@ -1,7 +1,9 @@
 """A model's configuration from a hub id, a path or the name of a bundled architecture."""
 
 import difflib
+import functools
 import re
+import tomllib
 from pathlib import Path
 
 from hf_memopt.errors import InputError, as_input_error, brief, one_line
@@ -92,8 +94,8 @@ def read_config(model, trust_remote_code: bool = False):
 
 
 def _bundled(model: str) -> Path | None:
-    """The file of a bundled architecture, by its name or by the hub id in its `source`."""
-    named = _FOLDER / f"{model.lower()}.json"
+    """The file of a bundled architecture, by its name, by the hub id in its `source` or by one of the same sizes."""
+    named = _FOLDER / f"{_same_sizes().get(model.lower(), model.lower())}.json"
     if named.is_file():
         return named
     source = f"https://huggingface.co/{model}/"
@@ -102,6 +104,13 @@ def _bundled(model: str) -> Path | None:
         if "/" in model
         else None
     )
+
+
+@functools.cache
+def _same_sizes() -> dict[str, str]:
+    """Hub id in lower case -> the bundled architecture that has its sizes."""
+    table = tomllib.loads((_FOLDER.parent / "same_sizes.toml").read_text(encoding="utf-8"))
+    return {model.lower(): name for name, models in table.items() for model in models}
 
 
 def hub_id(model: str) -> str:

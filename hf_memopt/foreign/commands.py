@@ -74,7 +74,7 @@ def _lines(text: str) -> list[str]:
     joined = ""
     for line in text.splitlines():
         stripped = line.strip()
-        if stripped.startswith("#"):
+        if stripped.startswith("#") and not _is_open(joined):
             continue
         joined += f" {stripped.removesuffix(chr(92))}"
         if not stripped.endswith("\\") and not _is_open(joined):
@@ -164,9 +164,11 @@ def _nest(settings: dict[str, Any], key: str, value: Any) -> None:
 
 def _script(launcher: str, words: list[str]) -> Command | None:
     """A script of TRL's, or a module that stands for a command, under a launcher or Python itself."""
+    if command := _module(words):
+        return command
     at = next((number for number, word in enumerate(words) if _SCRIPT.fullmatch(Path(word).name)), None)
     if at is None:
-        return _module(words)
+        return None
     options = _options(words[:at])
     trainer = _SCRIPT.fullmatch(Path(words[at]).name)[1]
     command = _with_config("trl", {"trainer": trainer.removesuffix("_modeling"), **_options(words[at + 1 :])})

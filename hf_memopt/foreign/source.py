@@ -73,7 +73,7 @@ def read_source(text: str) -> Source:
         known = ", ".join(_TABLES)
         raise InputError(f"{text} is no configuration of a training job of {known}; hf-memopt doctor checks others")
     if tool not in _TABLES:
-        raise InputError(f"{text} is a configuration of {tool}, whose trainer is not modelled")
+        raise InputError(f"{text} is a configuration of {tool}, which is not modelled")
     return Source(path, content, read_table(_TABLES[tool]), {str(key): value for key, value in settings.items()})
 
 

@@ -81,14 +81,21 @@ class Translation:
             more = f" ({len(sentences) - 1} more: hf-memopt doctor FILE)" if len(sentences) > 1 else ""
             raise InputError(f"{self.table.name}: {sentences[0]}{more}")
 
-    def spec(self) -> JobSpec:
+    def spec(self, seq_len: int | None = None) -> JobSpec:
         """The job that the file describes.
+
+        Args:
+            seq_len: in place of the file's.
 
         Raises:
             InputError: a value that our field does not take.
         """
         groups = self._groups()
         own = fit(_OWN, groups["own"])
+        own["seq_len"] = seq_len or own.get("seq_len")
+        if (chunks := groups["memory"].pop("loss_chunks", None)) and own["seq_len"]:
+            tokens = own["seq_len"] * int(groups["training"].get("per_device_train_batch_size", 1))
+            groups["memory"]["loss_chunk_size"] = -(-tokens // chunks)
         adapter = own.get("method", "full") != "full"
         tool = Tool(
             name=self.table.name,

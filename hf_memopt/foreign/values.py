@@ -89,7 +89,7 @@ def component(value: Any, table: Table, _: Path) -> str:
     Raises:
         InputError: its sizes are not known.
     """
-    name = str(value).rpartition(".")[2].removeprefix("q").removeprefix("lora_")
+    name = re.sub(r"^q?lora_", "", str(value).rpartition(".")[2])
     if name not in table.models:
         raise InputError("the model that this component builds is not known")
     return table.models[name]
