@@ -135,11 +135,11 @@ def estimate(
 ) -> None:
     """Predict a job's peak memory and speed, without weights and without a GPU; exit code 1 if it does not fit."""
     from hf_memopt.cli.estimate import run_estimate
-    from hf_memopt.cli.foreign import job_spec
+    from hf_memopt.cli.foreign import read_job
     from hf_memopt.cli.speed import AmountOptions
 
     answer_for(stack)
-    spec = job_spec(
+    spec, _ = read_job(
         model,
         "full",
         settings,

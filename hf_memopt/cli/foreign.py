@@ -9,21 +9,33 @@ from hf_memopt.cli.settings import command_spec
 from hf_memopt.compatibility.config_files import Examined, Fault, Lines
 from hf_memopt.compatibility.foreign_files import foreign_tool
 from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.foreign.edits import changes, chosen_keys, diff, edit
 from hf_memopt.foreign.source import Source, is_source, read_source
 from hf_memopt.foreign.translate import Translation
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.planner.devices import split_count
 from hf_memopt.terminal import say
 from hf_memopt.yaml_values import read_yaml_file
 
 _SHOWN = 12  # keys of a list
+# Fields that a plan chooses.
+_PLANNED = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs", "deepspeed", "fsdp", "fsdp_config"),
+)
 
 
-def job_spec(model: str, usual_method: str, settings: list[str] | None, **options: Any) -> JobSpec:
+def read_job(
+    model: str, usual_method: str, settings: list[str] | None, **options: Any
+) -> tuple[JobSpec, Source | None]:
     """The job of a command line, whose MODEL may be another tool's file or command: options and --set go over it.
 
     Args:
         usual_method: where neither the option nor the file names one.
+
+    Returns:
+        The job, and the file or command that it was read from.
 
     Raises:
         InputError: as command_spec() and Translation.check() raise it.
@@ -31,7 +43,7 @@ def job_spec(model: str, usual_method: str, settings: list[str] | None, **option
     chosen = options.pop("method", None)
     asked = command_spec(settings, model=model, method=chosen or usual_method, **options)
     if not is_source(model):
-        return asked
+        return asked, None
     source = read_source(model)
     translation = source.translate()
     with as_input_error(source.label, InputError):
@@ -42,7 +54,41 @@ def job_spec(model: str, usual_method: str, settings: list[str] | None, **option
     if spec.seq_len is None and source.table.length and "seq_len" in options:
         raise InputError(f"{source.label}: {source.table.length}: pass --seq-len")
     announce(translation)
-    return spec
+    return spec, source
+
+
+def left_open(spec: JobSpec) -> JobSpec:
+    """A file's job for a plan, which chooses anew what memory and speed depend on; the effective batch stays."""
+    name, devices = split_count(str(spec.hardware))
+    devices = spec.world_size or devices
+    training = {key: value for key, value in spec.training.items() if key not in _PLANNED}
+    if spec.method == "full" and str(training.get("optim", "")).startswith(("adamw", "paged_adamw")):
+        del training["optim"]
+    batch = [int(spec.training.get(key, 1)) for key in _PLANNED[:2]]
+    return replace(
+        spec,
+        hardware=f"{name}x{devices}" if devices > 1 else name,
+        world_size=None,
+        training=training,
+        effective_batch_size=spec.effective_batch_size or batch[0] * batch[1] * devices,
+    )
+
+
+def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str]:
+    """Their keys that a profile changes, and the diff of the file or command."""
+    choice = profile.choice
+    ours = {
+        "training.per_device_train_batch_size": choice.micro_batch,
+        "training.gradient_accumulation_steps": choice.accumulation,
+        "training.activation_checkpointing": choice.checkpointed > 0,
+        "inputs_offloaded": choice.inputs_offloaded,
+        "memory.loss_chunk_size": choice.chunked_loss,
+        "training.optim": choice.optim,
+    }
+    if choice.strategy not in ("none", "ddp"):
+        ours["strategy"] = choice.strategy
+    keys = changes(source, chosen_keys(source.table, ours))
+    return keys, diff(source, edit(source, keys))
 
 
 def _length(options: Mapping[str, Any]) -> int | None:

@@ -6,10 +6,12 @@ from typing import Any
 
 from hf_memopt.cli.cards import CardOptions, run_cards
 from hf_memopt.cli.estimate import import_libraries, settle_job
+from hf_memopt.cli.foreign import plan_edits
 from hf_memopt.cli.output import print_json, print_table, progress
 from hf_memopt.cli.speed import AmountOptions, print_profile_speeds, to_dict
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for
+from hf_memopt.foreign.source import Source
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.packages import missing_for
@@ -36,8 +38,14 @@ def run_which_card(spec: JobSpec, cards: CardOptions, as_json: bool) -> int:
     return run_cards(spec, cards, as_json)
 
 
-def run_plan(spec: JobSpec, export: ExportOptions, amount: AmountOptions, as_json: bool) -> int:
-    """Print the profiles that fit; 0 if anything fits, 1 if nothing does."""
+def run_plan(
+    spec: JobSpec, export: ExportOptions, amount: AmountOptions, as_json: bool, source: Source | None = None
+) -> int:
+    """Print the profiles that fit; 0 if anything fits, 1 if nothing does.
+
+    Args:
+        source: another tool's file or command that the job was read from, whose keys the plan is to answer in.
+    """
     if export.profile not in PLAN_PROFILES:
         raise choose("profile", export.profile, PLAN_PROFILES)
     if export.folder:
@@ -48,10 +56,14 @@ def run_plan(spec: JobSpec, export: ExportOptions, amount: AmountOptions, as_jso
 
     plan = plan_job(spec, progress)
     written = _export(plan, export) if export.folder and plan.profiles else []
+    keys, diff = plan_edits(source, plan.usual) if source and plan.profiles else ({}, "")
     if as_json:
-        print_json(plan.to_dict() | {"exported": written, "durations": _durations(plan, amount)})
-    else:
-        _print_plan(plan, written, amount)
+        edits = {"keys": keys, "diff": diff} if source else None
+        print_json(plan.to_dict() | {"exported": written, "durations": _durations(plan, amount), "edits": edits})
+        return 0 if plan.profiles else 1
+    _print_plan(plan, written, amount)
+    if source and plan.profiles:
+        say(diff or f"{source.label} has the settings of {plan.usual.name} already")
     return 0 if plan.profiles else 1
 
 
@@ -95,10 +107,10 @@ def _print_plan(plan, written: list[str], amount: AmountOptions) -> None:
         print_table(
             "left out", ("settings", "reason"), [(rejected.settings, rejected.reason) for rejected in plan.rejected]
         )
-    if plan.profiles:
-        _print_start(spec, plan.usual)
-    else:
+    if not plan.profiles:
         _print_nearest(plan)
+    elif spec.tool is None:
+        _print_start(spec, plan.usual)
     for note in plan.notes:
         say(f"note: {note}")
     if written:

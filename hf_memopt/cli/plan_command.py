@@ -38,7 +38,9 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="A bundled architecture's name, hub id, folder or config.json.", autocompletion=model_names
+            help="A bundled architecture's name, hub id, folder or config.json; or a YAML or command of another "
+            "training tool, which the plan answers in its own keys.",
+            autocompletion=model_names,
         ),
     ],
     hardware: Annotated[
@@ -65,8 +67,11 @@ def plan(
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="full, lora or qlora; any: the first that fits, the others beside it.")
-    ] = "any",
+        str | None,
+        typer.Option(
+            help="full, lora or qlora; any: the first that fits, the others beside it. Default: any, or a file's."
+        ),
+    ] = None,
     strategy: Strategy = None,
     memory: Annotated[
         float | None,
@@ -125,8 +130,8 @@ def plan(
 ) -> None:
     """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
     from hf_memopt.cli.cards import ANY, CardOptions
+    from hf_memopt.cli.foreign import left_open, read_job
     from hf_memopt.cli.plan import ExportOptions, run_frames, run_lengths, run_plan, run_which_card
-    from hf_memopt.cli.settings import command_spec
     from hf_memopt.cli.speed import AmountOptions
     from hf_memopt.hardware.host_memory import HostMemory
 
@@ -149,9 +154,10 @@ def plan(
     of_settings = {"--memory": memory, "--host-memory": host_memory, "--export": export}
     for name in (name for name, value in of_settings.items() if frames is not None and value is not None):
         raise InputError(f"--frames max counts the frames of one device's whole memory: leave {name} out")
-    spec = command_spec(
+    spec, source = read_job(
+        model,
+        "any",
         settings,
-        model=model,
         hardware=hardware,
         seq_len=None if longest else seq_len,
         effective_batch_size=effective_batch_size,
@@ -161,10 +167,14 @@ def plan(
         host_memory=host_memory and HostMemory(int(host_memory * GIB), "--host-memory", assumed=False),
         task=task,
     )
+    if source is not None:
+        if export:
+            raise InputError("--export writes files of the recipes: hf-memopt migrate FILE DIR does so of a file")
+        spec = left_open(spec)
     if any_card:
         raise typer.Exit(run_which_card(spec, cards, json))
     if frames is not None:
         raise typer.Exit(run_frames(spec, frames, json))
     if longest:
         raise typer.Exit(run_lengths(spec, json))
-    raise typer.Exit(run_plan(spec, ExportOptions(export, overwrite, profile), amount, json))
+    raise typer.Exit(run_plan(spec, ExportOptions(export, overwrite, profile), amount, json, source))

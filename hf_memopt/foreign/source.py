@@ -39,6 +39,11 @@ class Source:
     settings: Mapping[str, Any]
 
     @property
+    def is_command(self) -> bool:
+        """True if it is a command, be it in a script."""
+        return self.path is None or self.path.suffix.lower() == ".sh"
+
+    @property
     def label(self) -> str:
         """The file's name, or the command's first words."""
         return str(self.path) if self.path else self.text[:60]

@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from hf_memopt.yaml_values import read_yaml
+
 _FOLDER = Path(__file__).parent / "tables"
 EFFECTS = ("memory", "approximated", "none", "refused")
 
@@ -92,6 +94,34 @@ class Table:
         """The rows about a key: those that name it, or else the families' that it belongs to."""
         named = [row for row in self.rows if row.key == key]
         return named or [row for row in self.rows if row.is_about(key)]
+
+    def features(self) -> frozenset[str]:
+        """The settings of a plan that have keys of theirs (planner's Choice.features)."""
+        names = {name for name in self.plan if name not in ("strategy", "training.optim")}
+        names |= {f"strategy.{name}" for name in self.plan.get("strategy", {}).get("values", ())}
+        return frozenset(names | {f"optim.{name}" for name in self._optimizers()})
+
+    def _optimizers(self) -> set[str]:
+        """Values of optim that have a word of theirs."""
+        words = self.plan.get("training.optim", {}).get("values")
+        rows = [row.values or {} for row in self.rows if row.to == "training.optim"]
+        return set(words) if words else {ours for values in rows for ours in values.values()}
+
+    def theirs(self, ours: str, value: Any) -> dict[str, Any]:
+        """Their keys and values for a setting of ours that a plan chose.
+
+        Args:
+            ours: a name of `plan`.
+        """
+        entry = self.plan[ours]
+        if "set" in entry:
+            return dict(entry["set"]) if value else {}
+        key, words = entry["key"], entry.get("values")
+        if words is None:
+            rows = [row.values for row in self.rows_of(key) if row.to == ours and row.values]
+            pairs = [pair for values in rows for pair in values.items()]
+            words = {as_text(our): read_yaml(their, key) for their, our in reversed(pairs)}  # the first of several
+        return {key: words.get(as_text(value), value)}
 
     def place(self, key: str) -> int:
         """The number of the first row about a key; after all others where there is none."""

@@ -100,7 +100,7 @@ class Translation:
         tool = Tool(
             name=self.table.name,
             expandable=own.pop("expandable", self.table.expandable),
-            features=frozenset(self.table.plan),
+            features=self.table.features(),
         )
         return JobSpec(
             **own,

@@ -3,8 +3,9 @@
 What a search varies is a copy by dataclasses.replace().
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.hardware import Hardware
@@ -26,6 +27,12 @@ class Tool:
     name: str
     expandable: bool = False
     features: frozenset[str] = frozenset()
+
+    def settings(self, preset: Preset, spec: "JobSpec") -> Preset:
+        """A preset's devices with none of its settings, in the precision of a job."""
+        fields = {**preset.training, **spec.training}
+        kept = {name: fields[name] for name in ("use_cpu", "bf16", "fp16") if fields.get(name)}
+        return replace(preset, training=MappingProxyType(kept), meant_for=f"settings of {self.name}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,24 @@ class Choice:
         return engine_named(self.strategy)
 
     @property
+    def features(self) -> set[str]:
+        """The settings that another tool needs a key for (JobSpec.tool)."""
+        switches = {
+            "training.activation_checkpointing": self.checkpointed > 0,
+            "memory.checkpoint_ratio": 0 < self.checkpointed < 1,
+            "inputs_offloaded": self.inputs_offloaded,
+            "memory.loss_chunk_size": self.chunked_loss,
+            "memory.activation_compression": self.compressed,
+            "memory.activation_offload": self.activations_offloaded,
+            "memory.optimizer_cpu_offload": self.optimizer_offloaded,
+            "memory.weight_streaming": self.streamed > 0,
+            "precomputed": self.trl.precomputed,
+            f"strategy.{self.strategy}": self.strategy not in ("none", "ddp"),
+            f"optim.{self.optim}": True,
+        }
+        return {name for name, needed in switches.items() if needed}
+
+    @property
     def levers(self) -> int:
         """The number of memory features that are on: of equally fast choices the one with fewest is chosen."""
         switches = (
@@ -240,10 +258,15 @@ class SearchSpace:
         """The choice with all that TRL's trainer of the task leaves open."""
         space = trl_space(self.spec)
         if space is None:
-            yield choice
+            yield from self._with_keys([choice])
             return
         for part in space.choices(choice.strategy, choice.micro_batch, choice.accumulation):
-            yield replace(choice, trl=part)
+            yield from self._with_keys([replace(choice, trl=part)])
+
+    def _with_keys(self, choices: list[Choice]) -> list[Choice]:
+        """Those that the tool whose configuration the job is has keys for."""
+        tool = self.spec.tool
+        return [choice for choice in choices if tool is None or choice.features <= tool.features]
 
     @functools.cached_property
     def _task(self) -> str:

@@ -52,6 +52,8 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
         find_task(task, spec.config)
         raise InputError(f"task={task}: plan knows models of text and video; `hf-memopt estimate` takes this one")
     preset = resolve_preset(spec.hardware, method, spec.strategy)
+    if spec.tool:
+        preset = spec.tool.settings(preset, spec)
     if spec.dtype:
         preset = replace(preset, dtype=resolve_dtype(spec.config, spec.dtype))
     row = TRL_TASKS.get(task)
