@@ -158,6 +158,24 @@ def estimate(
 app.command(epilog=plan_command.EXAMPLES)(plan_command.plan)
 
 
+@app.command(epilog="Example: hf-memopt migrate qlora.yml my-run, then sh my-run/launch.sh")
+def migrate(
+    file: Annotated[
+        str,
+        typer.Argument(help="A YAML of axolotl, LLaMA-Factory, ms-swift, torchtune or TRL, or its command in quotes."),
+    ],
+    directory: Annotated[
+        str | None, typer.Argument(metavar="[DIR]", help="A folder for recipe.yaml and launch.sh.")
+    ] = None,
+    settings: Settings = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Write another tool's job as a command of the recipes, with the same settings."""
+    from hf_memopt.cli.foreign import run_migrate
+
+    run_migrate(file, directory, overwrite, settings)
+
+
 @app.command(
     epilog="Examples: hf-memopt advise out/my-run · hf-memopt advise train.log --model llama-3.1-8b --preset rtx_4090 "
     "--method lora · python train.py 2>&1 | hf-memopt advise -"

@@ -9,7 +9,9 @@ from hf_memopt.cli.settings import command_spec
 from hf_memopt.compatibility.config_files import Examined, Fault, Lines
 from hf_memopt.compatibility.foreign_files import foreign_tool
 from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.files import folder_for, write_folder
 from hf_memopt.foreign.edits import changes, chosen_keys, diff, edit
+from hf_memopt.foreign.migrate import migrated_command, migrated_files
 from hf_memopt.foreign.source import Source, is_source, read_source
 from hf_memopt.foreign.translate import Translation
 from hf_memopt.job.spec import JobSpec
@@ -55,6 +57,26 @@ def read_job(
         raise InputError(f"{source.label}: {source.table.length}: pass --seq-len")
     announce(translation)
     return spec, source
+
+
+def run_migrate(file: str, folder: str | None, overwrite: bool, settings: list[str] | None) -> None:
+    """Print the recipe command of a file, or write it into a folder.
+
+    Raises:
+        InputError: a file that cannot be read, or whose job no recipe runs.
+    """
+    if not is_source(file):
+        raise InputError(f"{file} is no YAML or command of another training tool")
+    spec, source = read_job(file, "full", settings)
+    if spec.seq_len is None and source.table.length:
+        raise InputError(f"{source.label}: {source.table.length}: set it there")
+    translation = source.translate()
+    if folder is None:
+        return say(migrated_command(spec, translation))
+    place = folder_for(folder)
+    files = migrated_files(spec, translation, place)
+    write_folder(place, files, overwrite)
+    return say(f"wrote {', '.join(str(place / name) for name in sorted(files))}: sh {place / 'launch.sh'}")
 
 
 def left_open(spec: JobSpec) -> JobSpec:

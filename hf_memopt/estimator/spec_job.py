@@ -43,6 +43,9 @@ def read_model(spec: JobSpec) -> JobSpec:
     if spec.sizes:
         config = with_sizes(config, spec.sizes)
     spec = replace(spec, config=config)
+    if spec.tool and config.get_text_config() is config:
+        # Other tools keep adapters off the parts of pictures and sound, of which peft misses one here aloud.
+        spec = replace(spec, lora={key: value for key, value in spec.lora.items() if key != "exclude_modules"})
     if (video := video_inputs(spec.model, config, spec.clips)) is None:
         return spec
     memory_args = spec.memory_args
