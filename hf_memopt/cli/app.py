@@ -84,8 +84,8 @@ def estimate(
     model: Annotated[
         str,
         typer.Argument(
-            help="A bundled architecture's name (llama-3.1-8b, …), hub id, folder or config.json; or a YAML of axolotl, "
-            "LLaMA-Factory, ms-swift, torchtune or TRL, or its command.",
+            help="A bundled architecture's name (llama-3.1-8b, …), hub id, folder or config.json; or a YAML of "
+            "axolotl, LLaMA-Factory, ms-swift, torchtune or TRL, or its command.",
             autocompletion=model_names,
         ),
     ],

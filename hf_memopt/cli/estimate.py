@@ -134,7 +134,8 @@ def _resolve_preset(spec: JobSpec) -> Preset:
     """The preset that is named, else that of the hardware that is named, else plain TrainingArguments here; of another
     tool's configuration these on any hardware."""
     if spec.tool:
-        return spec.tool.settings(plain_settings(get_hardware(spec.hardware or "auto"), spec.method, spec.strategy), spec)
+        device = get_hardware(spec.hardware or "auto")
+        return spec.tool.settings(plain_settings(device, spec.method, spec.strategy), spec)
     if name := spec.preset or spec.hardware:
         return preset_by_name(name, spec.method, spec.strategy, processes=spec.world_size)
     return plain_settings(get_hardware("auto"), spec.method, spec.strategy)

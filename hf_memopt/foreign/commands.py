@@ -1,4 +1,4 @@
-"""A shell command that trains, as the settings of its tool; nothing is run, and no variable is looked up outside it."""
+"""A shell command that trains, as the settings of its tool; nothing is run, no variable is looked up elsewhere."""
 
 import re
 import shlex

@@ -67,7 +67,7 @@ def accelerate_words(spec: JobSpec, deepspeed: Path | None = None) -> list[str]:
         return [*words, "--use_deepspeed", "--deepspeed_config_file", shlex.quote(str(deepspeed))]
     if spec.training.get("fsdp"):
         settings = {"fsdp_version": 2, **_prefixed(spec.training.get("fsdp_config") or {})}
-        return [*words, "--use_fsdp", *(word for key, value in settings.items() for word in (f"--{key}", _word(value)))]
+        return [*words, "--use_fsdp", *as_words(settings)]
     return [*words, "--multi_gpu"] if (spec.world_size or 1) > 1 else words
 
 
@@ -100,7 +100,7 @@ def migrated_files(spec: JobSpec, translation: Translation, folder: Path) -> dic
         files["deepspeed.json"] = json.dumps(deepspeed, indent=2) + "\n"
     launcher = accelerate_words(spec, folder / "deepspeed.json")
     config = shlex.quote(str(folder / "recipe.yaml"))
-    command = f"exec {' '.join(launcher)} \\\n    {shlex.quote(str(recipe))} --config {config} \"$@\"\n"
+    command = f'exec {" ".join(launcher)} \\\n    {shlex.quote(str(recipe))} --config {config} "$@"\n'
     return files | {"launch.sh": f"#!/bin/sh\n{command}"}
 
 

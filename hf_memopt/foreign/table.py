@@ -20,8 +20,8 @@ class Row:
 
     Attributes:
         key: theirs, dotted inside a mapping; a * at its end stands for a family of names.
-        to: ours: a field of JobSpec; training., lora., quantization., memory. or sizes. and a field. A + at its end adds
-            to a list, a * stands for their key.
+        to: ours: a field of JobSpec; training., lora., quantization., memory. or sizes. and a field. A + at its end
+            adds to a list, a * stands for their key.
         values: theirs, as text -> ours. Other values are another row's.
         only: the values, as text, that the row is about; a * stands for anything.
         when: other keys of theirs with the values, as text, that they must have.

@@ -211,8 +211,8 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say)
         rejected, nearest: get why a method does not fit so either, and the host memory with which it would.
     """
     resident = [replace(reason, settings=f"{reason.settings}, all weights on the device") for reason in rejected]
-    own = [spec for spec, _ in searches.values() if spec.tool is None or "memory.weight_streaming" in spec.tool.features]
-    specs = filter(None, map(streaming_spec, own))
+    specs = [spec for spec, _ in searches.values() if spec.tool is None or STREAMED in spec.tool.features]
+    specs = filter(None, map(streaming_spec, specs))
     tried = [(spec, lacks_memory(spec)) for spec in specs]
     resident += [Rejected(_streamed_method(spec), reason) for spec, reason in tried if reason]
     for spec, reason in sorted(tried, key=lambda pair: bool(pair[1])):  # what lacks memory only to say how much
@@ -311,6 +311,7 @@ def _profiles(spec: JobSpec, search: Search) -> list[Profile]:
     return profiles
 
 
+STREAMED = "memory.weight_streaming"
 _METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_memopt.compatibility.foreign_files import foreign_tool
 from hf_memopt.errors import InputError, as_input_error, brief, choose, one_line
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.levers.arguments import MemoryArguments
@@ -236,6 +237,8 @@ def _read(path: str, actions: dict[str, argparse.Action], hints: dict[str, Any])
                 raise InputError(f"{where}: {name} must be a mapping, not {brief(value)}")
             values[name] = value
         elif name not in actions or name in ("help", "config"):
+            if (tool := foreign_tool(content)) not in (None, "TRL"):  # TRL's words are the recipes' own
+                raise InputError(f"{where}: is {tool}'s: hf-memopt estimate {path} predicts it, migrate translates it")
             raise choose(f"argument in {path}", str(name), [*actions.keys() - {"help", "config"}, *_NESTED])
         else:
             values[name] = _converted(path, name, value, actions[name])
