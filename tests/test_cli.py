@@ -24,7 +24,7 @@ def test_help_names_the_commands_and_shows_examples(command):
 
     commands = typer.main.get_command(app).list_commands(None)
     code, output, _ = command("--help")
-    assert code == 0 and len(commands) == 17
+    assert code == 0 and len(commands) == 18
     for name in commands:
         assert name in output
         code, text, _ = command(name, "--help")

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hf_memopt.cli.settings import command_spec
@@ -156,7 +157,7 @@ def examine_foreign(file: str) -> Examined | None:
     """What is found in another tool's file or command; None where it is none."""
     if not is_source(file):
         return None
-    if not file.endswith(".sh") and " " not in file:
+    if Path(file).suffix.lower() in (".yaml", ".yml"):
         try:
             content = read_yaml_file(file, file)
         except InputError:

@@ -138,6 +138,7 @@ def _profiles() -> dict[str, Any]:
         notes=_list(_TEXT),
         exported=_list(_TEXT),
         durations={"type": "object", "additionalProperties": _duration()},
+        edits=_or_none(_object(keys=_ANY, diff=_TEXT)),
     )
 
 

@@ -204,11 +204,11 @@ def _options(words: list[str]) -> dict[str, Any]:
             key = key.replace("-", "_")
             options[key] = [read_yaml(value, key)] if equals else []
         elif key is not None:
-            options[key].append(_value(word))
+            options[key].append(argument_value(word))
     return {key: True if not values else values[0] if len(values) == 1 else values for key, values in options.items()}
 
 
-def _value(word: str) -> Any:
+def argument_value(word: str) -> Any:
     """A value as YAML reads it; what is not YAML stays a text."""
     try:
         return read_yaml(word, "value")

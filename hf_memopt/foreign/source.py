@@ -8,7 +8,7 @@ from typing import Any
 from hf_memopt.compatibility.foreign_files import foreign_tool
 from hf_memopt.errors import InputError, brief
 from hf_memopt.foreign.accelerate import engine_of_accelerate
-from hf_memopt.foreign.commands import parse_commands
+from hf_memopt.foreign.commands import argument_value, parse_commands
 from hf_memopt.foreign.table import Table, read_table
 from hf_memopt.foreign.translate import Translation, translate
 from hf_memopt.yaml_values import read_text, read_yaml
@@ -55,7 +55,11 @@ class Source:
 
 def is_source(text: str) -> bool:
     """True if a MODEL of the command line is a file or a command of another tool rather than a model."""
-    return Path(text).suffix.lower() in _ENDINGS or " " in text.strip()
+    return _is_command(text) or (Path(text).suffix.lower() in _ENDINGS and not Path(text).is_dir())
+
+
+def _is_command(text: str) -> bool:
+    return " " in text.strip() and not Path(text).exists()
 
 
 def read_source(text: str) -> Source:
@@ -64,9 +68,9 @@ def read_source(text: str) -> Source:
     Raises:
         InputError: it cannot be read, or is no configuration of a training job that is known.
     """
-    path = Path(text)
-    if path.suffix.lower() not in _ENDINGS:
+    if _is_command(text):
         return _command(None, text)
+    path = Path(text)
     content = read_text(path, text)
     if path.suffix.lower() == ".sh":
         return _command(path, content)
@@ -92,7 +96,7 @@ def _command(path: Path | None, text: str) -> Source:
     if command.accelerate:
         settings |= engine_of_accelerate(_find(command.accelerate, folder))
     settings = _merged(settings, command.settings)
-    settings |= {f"env.{name}": value for name, value in command.environment.items()}
+    settings |= {f"env.{name}": argument_value(value) for name, value in command.environment.items()}
     return Source(path, text, read_table(command.tool), settings)
 
 

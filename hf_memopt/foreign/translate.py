@@ -135,7 +135,11 @@ def translate(table: Table, settings: Mapping[str, Any], folder: Path) -> Transl
     flat = dict(_flat(table, settings))
     # What is null is what its tool does by itself.
     present = {**table.defaults, **{key: value for key, value in flat.items() if value is not None}}
-    result.unknown += [Remark(key, None) for key in flat if key not in present and not table.rows_of(key)]
+    for key in flat.keys() - present.keys():
+        if table.rows_of(key):
+            result.neutral.append(key)
+        else:
+            result.unknown.append(Remark(key, None))
     # In the table's order: a later row may change what an earlier one set.
     for key in sorted(present, key=lambda key: table.place(key)):
         _apply(result, key, present, folder, given=key in flat)

@@ -1,0 +1,204 @@
+"""Configurations of other tools: what each describes, what a plan answers in its keys, and what it becomes here."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_memopt.data.builtin_model import builtin_model
+from hf_memopt.errors import InputError
+from hf_memopt.foreign.source import read_source
+from hf_memopt.foreign.table import EFFECTS, list_tables
+from hf_memopt.foreign.values import VIA
+
+FOLDER = Path(__file__).parent / "foreign_configs"
+EXPECTED = tomllib.loads((FOLDER / "expected.toml").read_text(encoding="utf-8"))
+
+
+def test_every_file_has_an_expectation():
+    files = {str(path.relative_to(FOLDER)) for path in FOLDER.glob("*/*")}
+    assert files == set(EXPECTED) and len(files) >= 40
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_file_is_read_as_the_job_that_it_describes(name):
+    expected = EXPECTED[name]
+    if "error" in expected:
+        with pytest.raises(InputError, match=expected["error"]):
+            read_source(str(FOLDER / name))
+        return
+    source = read_source(str(FOLDER / name))
+    translation = source.translate()
+    for kind in ("refused", "unknown", "approximated"):
+        assert sorted(remark.key for remark in getattr(translation, kind)) == sorted(expected.get(kind, [])), kind
+    for key, value in expected.get("has", {}).items():
+        assert (key, translation.fields.get(key)) == (key, value)
+    assert not translation.fields.keys() & set(expected.get("lacks", []))
+    if stage := expected.get("zero_stage"):
+        assert translation.fields["training.deepspeed"]["zero_optimization"]["stage"] == stage
+    given = {key.partition(".")[0] for key in source.settings}
+    remarks = [*translation.refused, *translation.unknown, *translation.approximated]
+    told = {*translation.translated, *translation.neutral, *(remark.key for remark in remarks)}
+    assert given <= {key.partition(".")[0] for key in told}  # no key is dropped
+    if not translation.refused and not translation.unknown:
+        translation.spec(seq_len=128)
+
+
+@pytest.mark.parametrize(("tool", "table"), list_tables().items())
+def test_tables_are_well_formed(tool, table):
+    for row in table.rows:
+        assert row.effect in EFFECTS and (not row.via or row.via in VIA), row
+        assert bool(row.why) == (row.effect in ("refused", "approximated")), row
+        group = (row.to or next(iter(row.also), "")).partition(".")[0]
+        assert row.effect == "none" or not row.to or "." not in row.to or group in ("training", "lora", "memory",
+            "quantization", "sizes"), row  # fmt: skip
+    for key in table.defaults:
+        assert table.rows_of(key), key
+
+
+def test_a_shadowed_row_is_never_written():
+    """A row without conditions ends the rows of its key."""
+    for table in list_tables().values():
+        ended = set()
+        for row in table.rows:
+            assert row.key not in ended, (table.name, row.key)
+            if row.values is None and row.only is None and not row.when:
+                ended.add(row.key)
+
+
+def _axolotl(tmp_path, **changes):
+    content = {
+        "base_model": str(builtin_model()),
+        "adapter": "lora",
+        "lora_r": 8,
+        "lora_alpha": 16,
+        "lora_target_linear": True,
+        "sequence_len": 128,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_checkpointing": True,
+        "optimizer": "adamw_torch",
+        "datasets": [{"path": "rows.jsonl", "type": "chat_template"}],
+        **changes,
+    }
+    file = tmp_path / "lora.yml"
+    file.write_text(f"# mine\n{yaml.safe_dump(content, sort_keys=False)}wandb_project:  # none yet\n")
+    return file
+
+
+def test_estimate_plan_and_the_edited_file_agree(command, tmp_path):
+    file = _axolotl(tmp_path)
+    code, output, errors = command("estimate", str(file), "--hardware", "cpu", "--json")
+    estimate = json.loads(output)
+    assert code == 0 and "lora_mlp_kernel" in errors and "wandb_project" in errors
+    assert "checkpointing" in estimate["estimated"]
+    code, output, _ = command("plan", str(file), "--hardware", "cpu", "--json")
+    plan = json.loads(output)
+    assert code == 0 and plan["method"] == "lora" and plan["effective_batch_size"] == 8 and plan["seq_len"] == 128
+    profile = next(profile for profile in plan["profiles"] if profile["profile"] == "balanced")
+    assert plan["edits"]["keys"]["micro_batch_size"] * plan["edits"]["keys"].get("gradient_accumulation_steps", 4) == 8
+    added = [line[1:] for line in plan["edits"]["diff"].splitlines() if line.startswith("+") and "+++" not in line]
+    assert all(any(line.startswith(f"{key}:") for line in added) for key in plan["edits"]["keys"])
+
+    content = yaml.safe_load(file.read_text()) | plan["edits"]["keys"]
+    file.write_text(yaml.safe_dump(content))
+    _, output, _ = command("estimate", str(file), "--hardware", "cpu", "--json")
+    assert json.loads(output)["device_bytes"] == profile["estimate"]["device_bytes"]
+    _, output, _ = command("plan", str(file), "--hardware", "cpu", "--json")
+    assert json.loads(output)["edits"] == {"keys": {}, "diff": ""}  # what a plan answers is what it would choose
+
+
+def test_options_go_over_the_file(command, tmp_path):
+    file = _axolotl(tmp_path)
+    arguments = ("--hardware", "cpu", "--seq-len", "64", "--method", "full", "--set", "gradient_accumulation_steps=1")
+    _, output, _ = command("estimate", str(file), *arguments, "--json")
+    estimate = json.loads(output)
+    assert "2 × 1 × 1" in estimate["estimated"] and estimate["breakdown"]["gradients"] > 5 * 2**20
+
+
+def test_doctor_names_lines_and_ends_with_2(command, tmp_path):
+    code, output, _ = command("doctor", str(_axolotl(tmp_path)))
+    assert code == 0 and "a valid axolotl configuration" in output
+    file = _axolotl(tmp_path, optimizer="muon", sequence_lenn=3)
+    code, _, errors = command("doctor", str(file))
+    assert code == 2 and "line 11: optimizer='muon'" in errors and "sequence_lenn is not known" in errors
+    code, _, errors = command("estimate", str(file))
+    assert code == 2 and errors.count("\n") == 1 and "(1 more: hf-memopt doctor FILE)" in errors
+
+
+def test_a_file_without_a_length_asks_for_it(command):
+    file = str(FOLDER / "ms_swift" / "without_length.sh")
+    code, _, errors = command("estimate", file, "--hardware", "rtx_4090")
+    assert code == 2 and "--seq-len" in errors
+
+
+def test_migrate_writes_what_the_recipe_takes(command, tmp_path):
+    from hf_memopt.presets.trl_configs import trl_class
+    from hf_memopt.recipe.answers import AnswerArguments
+    from hf_memopt.recipe.arguments import parse
+
+    code, output, _ = command("migrate", str(_axolotl(tmp_path)))
+    assert code == 0 and output.startswith("accelerate launch") and "recipes/sft.py" in output
+    folder = tmp_path / "run"
+    code, output, _ = command("migrate", str(_axolotl(tmp_path)), str(folder))
+    assert code == 0 and "launch.sh" in output
+    parsed = parse(["--config", str(folder / "recipe.yaml")], own=AnswerArguments, config_class=trl_class("SFTConfig"))
+    assert parsed.recipe.method == "lora" and parsed.recipe.max_length == 128 and parsed.lora["r"] == 8
+    assert parsed.training["per_device_train_batch_size"] == 2 and parsed.recipe.dataset_name == "rows.jsonl"
+    code, _, errors = command("migrate", str(_axolotl(tmp_path, rl="kto")), str(folder))
+    assert code == 2 and "no recipe" in errors
+
+
+def test_a_command_is_edited_in_place(tmp_path):
+    from hf_memopt.foreign.edits import changes, chosen_keys, diff, edit
+
+    source = read_source(str(FOLDER / "ms_swift" / "lora.sh"))
+    ours = {"training.per_device_train_batch_size": 4, "training.activation_checkpointing": False, "strategy": "zero2"}
+    keys = changes(source, chosen_keys(source.table, ours))
+    assert keys == {"per_device_train_batch_size": 4, "gradient_checkpointing": False, "deepspeed": "zero2"}
+    text = edit(source, keys)
+    changed = tmp_path / "changed.sh"
+    changed.write_text(text)
+    again = read_source(str(changed))
+    assert again.settings == {**source.settings, **keys} and changes(again, keys) == {}
+    assert diff(source, text).count("\n+ ") == 4
+
+
+@pytest.mark.parametrize("name", ["axolotl/cut_cross_entropy.yaml", "axolotl/liger_zero3.yaml"])
+def test_edits_keep_comments_and_other_keys(name, tmp_path):
+    from hf_memopt.foreign.edits import changes, chosen_keys, edit
+
+    source = read_source(str(FOLDER / name))
+    keys = changes(source, chosen_keys(source.table, {"memory.loss_chunk_size": True, "training.optim": "adamw_8bit"}))
+    changed = yaml.safe_load(edit(source, keys))
+    assert changed["optimizer"] == "adamw_8bit"
+    plugin = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+    assert changed["plugins"].count(plugin) == 1 and {**changed, **source.settings, "plugins": None}.keys() == {
+        *source.settings, "optimizer"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("pip install axolotl", "no command here trains"),
+        ("swift sft --model 'open", "not readable as a command"),
+        ("axolotl train missing.yml", "missing.yml, which the command names, is not here"),
+        ("swift sft --model a --max_length 8; ls", None),
+        ("trl sft --config nowhere.yaml", "nowhere.yaml"),
+    ],
+)
+def test_commands_that_cannot_be_answered_are_refused_in_one_sentence(text, words):
+    if words is None:
+        assert read_source(text).settings["model"] == "a"
+        return
+    with pytest.raises(InputError, match=words):
+        read_source(text)
+
+
+def test_a_recipes_config_names_the_tool(tmp_path):
+    from hf_memopt.recipe.arguments import parse
+
+    with pytest.raises(InputError, match="is axolotl's: hf-memopt estimate"):
+        parse(["--config", str(_axolotl(tmp_path))])
