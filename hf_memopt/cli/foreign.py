@@ -54,6 +54,9 @@ def read_job(
         spec = _over(translation.spec(_length(options)), asked, options)
     if chosen:
         spec = replace(spec, method=chosen, lora=spec.lora if chosen != "full" else {})
+    devices = max(spec.world_size or 1, split_count(str(spec.hardware))[1])
+    if devices > 1 and source.table.one_device:
+        raise InputError(f"{source.label}: {devices} devices: {source.table.one_device}")
     if spec.seq_len is None and source.table.length and "seq_len" in options:
         raise InputError(f"{source.label}: {source.table.length}: pass --seq-len")
     announce(translation)

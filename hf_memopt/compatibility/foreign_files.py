@@ -5,8 +5,8 @@ from typing import Any
 
 # A tool, keys that all of its files have, and keys of which they have one.
 _TOOLS = (
-    ("axolotl", {"base_model"}, {"datasets", "pretraining_dataset", "adapter", "sequence_len", "micro_batch_size", "rl"}),
-    ("axolotl", {"base_model"}, {"val_set_size", "learning_rate", "optimizer", "gradient_checkpointing", "plugins"}),
+    ("axolotl", {"base_model"}, {"datasets", "pretraining_dataset", "adapter", "sequence_len", "micro_batch_size"}),
+    ("axolotl", {"base_model"}, {"rl", "val_set_size", "learning_rate", "optimizer", "plugins"}),
     ("LLaMA-Factory", {"model_name_or_path"}, {"finetuning_type", "cutoff_len", "template", "dataset_dir"}),
     ("LLaMA-Factory's v1 trainer", {"model"}, {"model_class", "dist_config", "kernel_config"}),
     ("ms-swift", {"model"}, {"train_type", "tuner_type", "rlhf_type", "swift_version", "split_dataset_ratio"}),

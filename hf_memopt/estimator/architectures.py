@@ -24,6 +24,11 @@ def is_bundled(path: Path) -> bool:
     return path.parent == _FOLDER
 
 
+def is_bundled_id(model: str) -> bool:
+    """True if a name or hub id is a bundled architecture's, or one of the same sizes."""
+    return _bundled(model) is not None
+
+
 def load_config(model):
     """The configuration of a model: a bundled architecture's name, hub id, folder, config.json, or PretrainedConfig.
 

@@ -1,14 +1,15 @@
-"""The engine that an accelerate YAML starts, as fields of TrainingArguments; the rest of it memory does not see."""
+"""The engine that an accelerate YAML starts, as fields of ours; the rest of it memory does not see."""
 
 from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError, brief
+from hf_memopt.foreign.values import AUTO
 from hf_memopt.yaml_values import read_text, read_yaml
 
 
 def engine_of_accelerate(path: Path) -> dict[str, Any]:
-    """num_processes, and the deepspeed or fsdp settings, of an accelerate YAML.
+    """The processes and the engine of an accelerate YAML or JSON.
 
     Raises:
         InputError: it is none, or starts what is not modelled.
@@ -16,27 +17,29 @@ def engine_of_accelerate(path: Path) -> dict[str, Any]:
     content = read_yaml(read_text(path, str(path)), str(path))
     if not isinstance(content, dict) or "distributed_type" not in content:
         raise InputError(f"{path} is no configuration of accelerate")
-    kind, processes = str(content["distributed_type"]), {"num_processes": content.get("num_processes", 1)}
+    kind, processes = str(content["distributed_type"]), {"world_size": content.get("num_processes", 1)}
     if kind in ("NO", "MULTI_GPU"):
         return processes
     if kind == "DEEPSPEED":
-        return processes | {"deepspeed": _deepspeed(content.get("deepspeed_config") or {}, path)}
+        return processes | {"training.deepspeed": _deepspeed(content.get("deepspeed_config") or {})}
     if kind == "FSDP":
         settings = {key.removeprefix("fsdp_"): value for key, value in (content.get("fsdp_config") or {}).items()}
-        return processes | {"fsdp": "full_shard auto_wrap", "fsdp_config": settings}
+        if settings.pop("offload_params", False):
+            raise InputError(f"{path}: weights that FSDP offloads to the CPU are not modelled; ZeRO-3 with offload is")
+        if sharding := settings.pop("sharding_strategy", None):  # FSDP1's word for it
+            settings["reshard_after_forward"] = str(sharding).lower()
+        settings["version"] = settings.get("version", 1)
+        return processes | {"training.fsdp": "full_shard auto_wrap", "training.fsdp_config": settings}
     raise InputError(f"{path}: distributed_type={brief(kind)} is not modelled")
 
 
-def _deepspeed(settings: dict[str, Any], path: Path) -> Any:
+def _deepspeed(settings: dict[str, Any]) -> Any:
     """The DeepSpeed settings that accelerate makes of its own keys (DeepSpeedPlugin.__post_init__)."""
     if file := settings.get("deepspeed_config_file"):
         return str(file)
-    stage = int(settings.get("zero_stage", 2))
-    zero: dict[str, Any] = {"stage": stage}
+    zero: dict[str, Any] = {"stage": int(settings.get("zero_stage", 2))}
     for part in ("optimizer", "param"):
         device = settings.get(f"offload_{part}_device") or "none"
         if device != "none":
             zero[f"offload_{part}"] = {"device": device}
-    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    bf16 = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
-    return {"zero_optimization": zero, **dict.fromkeys(auto, "auto"), **bf16, "zero_allow_untested_optimizer": True}
+    return {**AUTO, "zero_optimization": zero, "zero_allow_untested_optimizer": True}

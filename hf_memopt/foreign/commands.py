@@ -59,7 +59,7 @@ def parse_commands(text: str) -> Command:
         if not argv:
             environment |= own
         elif command := _recognized(argv):
-            command.environment = own
+            command.environment = own | command.environment
             commands.append(command)
     if not commands:
         raise InputError("no command here trains with ms-swift, LLaMA-Factory, torchtune, axolotl or TRL")
@@ -73,14 +73,20 @@ def _lines(text: str) -> list[str]:
     lines: list[str] = []
     joined = ""
     for line in text.splitlines():
-        stripped = line.strip()
-        if stripped.startswith("#") and not _is_open(joined):
+        stripped = _without_comment(line.strip(), joined)
+        if not stripped:
             continue
         joined += f" {stripped.removesuffix(chr(92))}"
         if not stripped.endswith("\\") and not _is_open(joined):
             lines.append(joined.strip())
             joined = ""
     return [line for line in [*lines, joined.strip()] if line]
+
+
+def _without_comment(line: str, before: str) -> str:
+    """A line up to its comment: a # that begins a word outside quotes (shlex would cut words at theirs)."""
+    marks = [match.start() for match in re.finditer(r"(?:^|(?<=\s))#", line)]
+    return next((line[:at].rstrip() for at in marks if not _is_open(f"{before} {line[:at]}")), line)
 
 
 def _is_open(text: str) -> bool:
@@ -93,11 +99,25 @@ def _is_open(text: str) -> bool:
 
 
 def _split(line: str, variables: Mapping[str, str]) -> list[str]:
+    """The words of a line, with the values of variables that the script sets, and of sums of them."""
+
+    def value(text: str) -> str:
+        defaults = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: variables.get(match[1], match[2]), text)
+        return string.Template(defaults).safe_substitute(variables)
+
+    def number(match: re.Match[str]) -> str:
+        left, right = value(match[1]), value(match[3])
+        if not (left.isdecimal() and right.isdecimal() and int(right)):
+            return match[0]
+        operator = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}[match[2][-1]]
+        return str(operator(int(left), int(right)))
+
+    line = re.sub(r"\$\((?:expr|\()\s*([\w${}]+)\s*(\\?[-+*/])\s*([\w${}]+)\s*\)?\)", number, line)
     try:
-        words = shlex.split(line, comments=True)
+        words = shlex.split(line)
     except ValueError as error:
         raise InputError(f"{brief(line)} is not readable as a command: {one_line(error)}") from error
-    return [string.Template(word).safe_substitute(variables) for word in words]
+    return [value(word) for word in words]
 
 
 def _recognized(argv: list[str]) -> Command | None:
@@ -118,7 +138,7 @@ def _recognized(argv: list[str]) -> Command | None:
     if name == "tune" and first == "run":
         return _torchtune(rest[1:])
     if name in _LAUNCHERS or name.startswith("python"):
-        return _script(name, rest[1:] if first == "launch" else rest)
+        return _script(rest[1:] if first == "launch" else rest)
     return None
 
 
@@ -162,20 +182,23 @@ def _nest(settings: dict[str, Any], key: str, value: Any) -> None:
     settings[name] = value
 
 
-def _script(launcher: str, words: list[str]) -> Command | None:
+def _script(words: list[str]) -> Command | None:
     """A script of TRL's, or a module that stands for a command, under a launcher or Python itself."""
     if command := _module(words):
-        return command
+        return _launched(command, _options(words[: words.index(command.settings.pop("program"))]))
     at = next((number for number, word in enumerate(words) if _SCRIPT.fullmatch(Path(word).name)), None)
     if at is None:
         return None
-    options = _options(words[:at])
     trainer = _SCRIPT.fullmatch(Path(words[at]).name)[1]
     command = _with_config("trl", {"trainer": trainer.removesuffix("_modeling"), **_options(words[at + 1 :])})
+    return _launched(command, _options(words[:at]))
+
+
+def _launched(command: Command, options: Mapping[str, Any]) -> Command:
+    """A command with the processes and the file of its launcher."""
     command.accelerate = options.get("config_file")
     processes = options.get("num_processes") or options.get("nproc_per_node")
-    if launcher != "python" and processes is not None:
-        command.settings["num_processes"] = processes
+    command.environment |= {"NPROC_PER_NODE": str(processes)} if processes else {}
     return command
 
 
@@ -183,12 +206,11 @@ def _module(words: list[str]) -> Command | None:
     """`python -m axolotl.cli.train FILE`, `python swift/cli/sft.py …`."""
     for number, word in enumerate(words):
         if word == "axolotl.cli.train":
-            return _with_file("axolotl", words[number + 1 :])
-        if match := re.fullmatch(r"(?:.*/)?swift/cli/(sft|pt|rlhf)\.py", word):
-            command = _with_config("ms_swift", {"command": match[1], **_options(words[number + 1 :])})
-            if processes := _options(words[:number]).get("nproc_per_node"):
-                command.settings["nproc_per_node"] = processes
+            command = _with_file("axolotl", words[number + 1 :])
+            command.settings["program"] = word
             return command
+        if match := re.fullmatch(r"(?:.*/)?swift/cli/(sft|pt|rlhf)\.py", word):
+            return _with_config("ms_swift", {"command": match[1], "program": word, **_options(words[number + 1 :])})
     return None
 
 
@@ -204,6 +226,8 @@ def _options(words: list[str]) -> dict[str, Any]:
             key = key.replace("-", "_")
             options[key] = [read_yaml(value, key)] if equals else []
         elif key is not None:
+            if "$(" in word:
+                raise InputError(f"--{key} {brief(word)}: no command is run: write its value")
             options[key].append(argument_value(word))
     return {key: True if not values else values[0] if len(values) == 1 else values for key, values in options.items()}
 

@@ -1,7 +1,7 @@
 """Whose configuration a file or a command is, and its settings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ class Source:
         path: of the file; None of a command.
         text: of the file or command.
         settings: theirs.
+        engine: ours, of the accelerate file that launches it.
     """
 
     path: Path | None
     text: str
     table: Table
     settings: Mapping[str, Any]
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_command(self) -> bool:
@@ -50,7 +52,9 @@ class Source:
 
     def translate(self) -> Translation:
         """Its settings in our words."""
-        return translate(self.table, self.settings, self.path.parent if self.path else Path())
+        translation = translate(self.table, self.settings, self.path.parent if self.path else Path())
+        translation.fields = {**self.engine, **translation.fields}
+        return translation
 
 
 def is_source(text: str) -> bool:
@@ -93,11 +97,13 @@ def _command(path: Path | None, text: str) -> Source:
     settings: dict[str, Any] = {}
     if command.config:
         settings = _named_file(command.config, folder, command.tool)
-    if command.accelerate:
-        settings |= engine_of_accelerate(_find(command.accelerate, folder))
     settings = _merged(settings, command.settings)
     settings |= {f"env.{name}": argument_value(value) for name, value in command.environment.items()}
-    return Source(path, text, read_table(command.tool), settings)
+    visible, processes = command.environment.get("CUDA_VISIBLE_DEVICES", ""), settings.get("env.NPROC_PER_NODE", 1)
+    if command.tool == "ms_swift" and not command.accelerate and len(visible.split(",")) > processes:
+        settings["device_map"] = "auto"  # what ms-swift does with more devices than processes
+    engine = engine_of_accelerate(_find(command.accelerate, folder)) if command.accelerate else {}
+    return Source(path, text, read_table(command.tool), settings, engine)
 
 
 def _named_file(name: str, folder: Path, tool: str) -> dict[str, Any]:

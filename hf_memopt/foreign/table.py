@@ -75,6 +75,7 @@ class Table:
         engines: name of a DeepSpeed file that it ships -> what of its content memory sees.
         length: the reason that a file without a length says nothing of memory; empty where the tool has a default.
         models: name of a component that builds a model -> its hub id.
+        one_device: the reason that several devices are refused; empty where they are not.
         required: keys without which a file is no training job.
     """
 
@@ -87,6 +88,7 @@ class Table:
     expandable: bool = False
     engines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     length: str = ""
+    one_device: str = ""
     models: Mapping[str, str] = field(default_factory=dict)
     required: tuple[str, ...] = ()
 

@@ -96,6 +96,9 @@ class Translation:
         if (chunks := groups["memory"].pop("loss_chunks", None)) and own["seq_len"]:
             tokens = own["seq_len"] * int(groups["training"].get("per_device_train_batch_size", 1))
             groups["memory"]["loss_chunk_size"] = -(-tokens // chunks)
+        training = groups["training"]
+        if (training.get("fsdp_config") or {}).get("activation_checkpointing"):
+            training.pop("activation_checkpointing", None)  # FSDP checkpoints layers itself
         adapter = own.get("method", "full") != "full"
         tool = Tool(
             name=self.table.name,
@@ -104,7 +107,7 @@ class Translation:
         )
         return JobSpec(
             **own,
-            training=groups["training"],
+            training=training,
             lora=groups["lora"] if adapter else {},
             quantization=check_quantization(groups["quantization"]),
             sizes=groups["sizes"],

@@ -10,6 +10,10 @@ from hf_memopt.errors import InputError, brief
 from hf_memopt.foreign.table import Table, is_off
 from hf_memopt.yaml_values import read_text, read_yaml
 
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+# What shipped DeepSpeed files leave to the Trainer.
+AUTO = {**dict.fromkeys(_SIZES, "auto"), "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+
 
 def deepspeed(value: Any, table: Table, folder: Path) -> Any:
     """DeepSpeed's settings, of a file beside theirs or of one that their tool ships.
@@ -26,14 +30,8 @@ def deepspeed(value: Any, table: Table, folder: Path) -> Any:
         if path.suffix == ".json" and path.is_file():
             return _json(read_text(path, str(path)), str(path))
     if content := table.engines.get(text.rpartition("/")[2].removesuffix(".json")):
-        return _filled(content)
+        return {**AUTO, **content}
     raise InputError(f"{brief(text)} is neither a file here nor one that {table.name} {table.version} ships")
-
-
-def _filled(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A shipped file's settings with the batch sizes that all of them leave to the Trainer."""
-    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    return {**dict.fromkeys(auto, "auto"), "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, **content}
 
 
 def _json(text: str, where: str) -> dict[str, Any]:
