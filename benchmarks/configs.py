@@ -48,14 +48,14 @@ def read(path: Path) -> tuple[str, str]:
 
     try:
         translation = read_source(str(path)).translate()
+        if translation.unknown and not translation.refused:
+            return "not known", str(translation.unknown[0].key)
         translation.check()
         translation.spec()
         return "read", ""
     except InputError as error:
         text = str(error).replace(str(path), "FILE")
-        if any(words in text for words in _NO_JOB):
-            return "no job", text
-        return ("not known" if " is not known (" in text else "refused"), text
+        return ("no job" if any(words in text for words in _NO_JOB) else "refused"), text
     except Exception as error:
         return "failed", f"{type(error).__name__}: {error}"
 
@@ -82,7 +82,8 @@ def _brief(text: str) -> str:
 
 def figures(folder: Path) -> list[dict]:
     """The figures that can be compared: of files that are read, of bundled models, with a length."""
-    stated = tomllib.loads(DATA.read_text(encoding="utf-8"))["figure"]
+    data = tomllib.loads(DATA.read_text(encoding="utf-8"))
+    stated = data["figure"]
     root = folder / "modelscope+ms-swift"
     for path in sorted((root / "examples").rglob("*.sh")):
         match = _STATED.search(path.read_text(encoding="utf-8"))
@@ -93,7 +94,7 @@ def figures(folder: Path) -> list[dict]:
     rows = []
     for row in stated:
         if (compared := _compared(folder, row)) is not None:
-            rows.append(compared)
+            rows.append(compared | {"why": data["why"].get(row["where"], "")})
             print(compared, flush=True)
     return rows
 

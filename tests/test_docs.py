@@ -181,9 +181,10 @@ def test_settings_that_others_are_translated_to_exist():
     known |= {f"lora.{item.name}" for item in fields(LoraConfig)}
     known |= {f"quantization.{name}" for name in BitsAndBytesConfig().to_dict()}
     values = {"lora", "qlora", "all-linear", "group_by_length", "false", "use_reentrant", "PYTORCH_ALLOC_CONF"}
-    rows = re.findall(r"^\| .+? \| (.+) \|$", TEXTS["migration.md"], re.MULTILINE)
+    by_hand, _, _ = TEXTS["migration.md"].partition("## Other tools' keys")  # the generated tables follow
+    rows = re.findall(r"^\| .+? \| (.+) \|$", by_hand, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-    assert len(rows) > 40
+    assert len(rows) > 15
     commands = {name for name in named if name.startswith(("recipes/", "hf-memopt ", "accelerate "))}
     assert not named - known - values - commands - {"dtype", "--config_file"}
     whole = yaml.safe_load(next(code for kind, code in CODE.findall(TEXTS["migration.md"]) if kind == "yaml"))

@@ -202,3 +202,43 @@ def test_a_recipes_config_names_the_tool(tmp_path):
 
     with pytest.raises(InputError, match="is axolotl's: hf-memopt estimate"):
         parse(["--config", str(_axolotl(tmp_path))])
+
+
+def test_ids_of_the_same_sizes_name_bundled_architectures():
+    from hf_memopt.estimator.architectures import _same_sizes, is_bundled_id, list_architectures
+
+    assert set(_same_sizes().values()) <= set(list_architectures())
+    assert is_bundled_id("NousResearch/Llama-3.2-1B") and not is_bundled_id("NousResearch/Hermes-3-Llama-3.1-8B")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\n", {"world_size": 2}),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n", "offloads to the CPU"),
+        ("distributed_type: TPU\n", "is not modelled"),
+        ("a: 1\n", "is no configuration of accelerate"),
+    ],
+)
+def test_the_launchers_file_decides_the_engine(tmp_path, content, expected):
+    (tmp_path / "acc.yaml").write_text(content)
+    (tmp_path / "run.sh").write_text(
+        "accelerate launch --config_file acc.yaml sft.py --model_name_or_path Qwen/Qwen3-0.6B"
+    )
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected):
+            read_source(str(tmp_path / "run.sh"))
+        return
+    fields = read_source(str(tmp_path / "run.sh")).translate().fields
+    assert {key: fields[key] for key in expected} == expected
+
+
+def test_torchtunes_adapters_have_the_models_dtype_and_pefts_are_in_fp32(command, tmp_path):
+    changes = {"adapter": "lora", "lora_r": 64, "bf16": True}
+    estimates = []
+    for key in ({}, {"peft_autocast_adapter_dtype": False}):  # as torchtune trains them
+        _, output, _ = command("estimate", str(_axolotl(tmp_path, **changes, **key)), "--hardware", "cpu", "--json")
+        estimates.append(json.loads(output)["breakdown"])
+    in_fp32, as_loaded = estimates
+    assert as_loaded["optimizer_states"] == pytest.approx(in_fp32["optimizer_states"] / 2, rel=0.05)
+    assert not read_source(str(FOLDER / "torchtune" / "lora.yaml")).translate().spec().tool.autocast_adapter_dtype

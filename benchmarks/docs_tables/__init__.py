@@ -6,7 +6,7 @@ A module a page, or the pages that share their tables; fill_docs.py (make docs) 
 from collections.abc import Callable
 from functools import partial
 
-from docs_tables import clusters, estimate, levers, memory, plans, trl, video
+from docs_tables import clusters, estimate, foreign, levers, memory, plans, trl, video
 from docs_tables.cards import cards
 from docs_tables.guides import guide_items
 from docs_tables.package import API, presets
@@ -24,6 +24,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/index.md": {f"first {name}": partial(answer, name, short=True) for name in FIRST_QUESTIONS}
     | {"first own script": estimate.own_script},
     "docs/levers.md": levers.TABLES,
+    "docs/migration.md": foreign.TABLES,
     "docs/memory.md": memory.TABLES,
     "docs/plans.md": plans.TABLES
     | {"published speeds": published_speeds}

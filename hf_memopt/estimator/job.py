@@ -51,6 +51,7 @@ _TYPES = {
     "padded": bool,
     "packed": bool,
     "kbit_preparation": bool,
+    "autocast_adapter_dtype": bool,
     "memory_args": MemoryArguments | None,
     "video": VideoInputs | None,
     "frozen": list[str] | None,
@@ -305,7 +306,7 @@ def describe(
     Args:
         config_class: the class whose fields a dict of `args` has, by default TrainingArguments.
         settings: further fields of Job: peft_config, dtype, attn_implementation, padded, quantization_config,
-            kbit_preparation, memory_args, packed, video, frozen.
+            kbit_preparation, autocast_adapter_dtype, memory_args, packed, video, frozen.
 
     Raises:
         InputError: an unknown model, or a job that cannot run or is not modelled.

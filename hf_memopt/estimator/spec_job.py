@@ -112,6 +112,7 @@ def spec_job(spec: JobSpec) -> Job:
         task=spec.task,
         attn_implementation=spec.attn_implementation,
         kbit_preparation=spec.kbit_preparation,
+        autocast_adapter_dtype=spec.tool is None or spec.tool.autocast_adapter_dtype,
         memory_args=spec.memory_args,
         padded=spec.padded,
         packed=spec.packed,

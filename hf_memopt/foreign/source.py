@@ -100,7 +100,8 @@ def _command(path: Path | None, text: str) -> Source:
     settings = _merged(settings, command.settings)
     settings |= {f"env.{name}": argument_value(value) for name, value in command.environment.items()}
     visible, processes = command.environment.get("CUDA_VISIBLE_DEVICES", ""), settings.get("env.NPROC_PER_NODE", 1)
-    if command.tool == "ms_swift" and not command.accelerate and len(visible.split(",")) > processes:
+    more = isinstance(processes, int) and len(visible.split(",")) > processes
+    if command.tool == "ms_swift" and not command.accelerate and more:
         settings["device_map"] = "auto"  # what ms-swift does with more devices than processes
     engine = engine_of_accelerate(_find(command.accelerate, folder)) if command.accelerate else {}
     return Source(path, text, read_table(command.tool), settings, engine)

@@ -23,6 +23,7 @@ _OWN = {
     "padded": bool,
     "kbit_preparation": bool,
     "expandable": bool,
+    "autocast_adapter_dtype": bool,
 }
 
 
@@ -104,6 +105,7 @@ class Translation:
             name=self.table.name,
             expandable=own.pop("expandable", self.table.expandable),
             features=self.table.features(),
+            autocast_adapter_dtype=own.pop("autocast_adapter_dtype", True),
         )
         return JobSpec(
             **own,

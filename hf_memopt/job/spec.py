@@ -22,11 +22,13 @@ class Tool:
         name: as its users write it.
         expandable: it sets the allocator's expandable segments itself.
         features: settings of a plan that it has keys for.
+        autocast_adapter_dtype: adapters are trained in fp32, as peft does by default.
     """
 
     name: str
     expandable: bool = False
     features: frozenset[str] = frozenset()
+    autocast_adapter_dtype: bool = True
 
     def settings(self, preset: Preset, spec: "JobSpec") -> Preset:
         """A preset's devices with none of its settings, in the precision of a job."""

@@ -5,8 +5,8 @@ import warnings
 from unittest import mock
 
 
-def add_adapters(model, config):
-    """A peft model whose base is frozen and whose adapters are trained in fp32.
+def add_adapters(model, config, autocast_adapter_dtype: bool = True):
+    """A peft model whose base is frozen and whose adapters are trained in fp32, as peft does by default.
 
     4-bit bases get their adapters without peft's prepare_model_for_kbit_training, which copies embeddings, head and
     norms to fp32 (bitsandbytes issue 1569: 63.1 -> 81.1 GB).
@@ -20,7 +20,7 @@ def add_adapters(model, config):
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         # It also names patterns of its own making for experts that `target_modules` leaves out.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        return get_peft_model(model, config)
+        return get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
 
 
 def keep_differentiable(model) -> None:

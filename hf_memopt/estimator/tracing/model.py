@@ -35,6 +35,7 @@ class ModelSettings:
         attn_implementation: None for the model's own choice, sdpa where it has it.
         quantization_config: one of transformers' quantization configurations, or None.
         peft_config: a LoraConfig, or None for full fine-tuning.
+        autocast_adapter_dtype: adapters are trained in fp32, as peft does by default; without, in their base's dtype.
         kbit_preparation: peft's prepare_model_for_kbit_training is called, which this project's recipes avoid.
         memory_args: the MemoryArguments of a MemoryTrainer; None for a plain Trainer.
         frozen: parts of a video model that are not trained (video.model_parts.PARTS).
@@ -46,6 +47,7 @@ class ModelSettings:
     attn_implementation: str | None = None
     quantization_config: Any = None
     peft_config: Any = None
+    autocast_adapter_dtype: bool = True
     kbit_preparation: bool = False
     memory_args: MemoryArguments | None = None
     frozen: tuple[str, ...] = ()
@@ -71,7 +73,7 @@ def make_model(settings: ModelSettings, distribute: Callable | None = None):
     if settings.frozen:
         model = train_parts(model, adapters_for(settings, model), settings.frozen)
     elif settings.peft_config is not None:
-        model = add_adapters(model, adapters_for(settings, model))
+        model = add_adapters(model, adapters_for(settings, model), settings.autocast_adapter_dtype)
     if settings.memory_args is not None:
         apply_levers(model, settings.memory_args)
         if not is_quantized(settings.config) and streams_on_load(
