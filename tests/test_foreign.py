@@ -242,3 +242,11 @@ def test_torchtunes_adapters_have_the_models_dtype_and_pefts_are_in_fp32(command
     in_fp32, as_loaded = estimates
     assert as_loaded["optimizer_states"] == pytest.approx(in_fp32["optimizer_states"] / 2, rel=0.05)
     assert not read_source(str(FOLDER / "torchtune" / "lora.yaml")).translate().spec().tool.autocast_adapter_dtype
+
+
+def test_a_plan_keeps_an_optimizer_that_the_file_chose(command, tmp_path):
+    file = _axolotl(tmp_path, adapter="", optimizer="paged_adamw_8bit")
+    code, output, _ = command("plan", str(file), "--hardware", "rtx_4090", "--json")
+    plan = json.loads(output)
+    assert code == 0 and plan["method"] == "full" and "optimizer" not in plan["edits"]["keys"]
+    assert all(profile["training_arguments"]["optim"] == "paged_adamw_8bit" for profile in plan["profiles"])

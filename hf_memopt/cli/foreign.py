@@ -88,7 +88,7 @@ def left_open(spec: JobSpec) -> JobSpec:
     name, devices = split_count(str(spec.hardware))
     devices = spec.world_size or devices
     training = {key: value for key, value in spec.training.items() if key not in _PLANNED}
-    if spec.method == "full" and str(training.get("optim", "")).startswith(("adamw", "paged_adamw")):
+    if spec.method == "full" and training.get("optim") in ("adamw_torch", "adamw_torch_fused"):
         del training["optim"]
     batch = [int(spec.training.get(key, 1)) for key in _PLANNED[:2]]
     return replace(
@@ -103,7 +103,7 @@ def left_open(spec: JobSpec) -> JobSpec:
 def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str]:
     """Their keys that a profile changes, and the diff of the file or command."""
     choice = profile.choice
-    ours = {
+    ours: dict[str, Any] = {
         "training.per_device_train_batch_size": choice.micro_batch,
         "training.gradient_accumulation_steps": choice.accumulation,
         "training.activation_checkpointing": choice.checkpointed > 0,

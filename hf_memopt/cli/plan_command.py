@@ -159,7 +159,7 @@ def plan(
         "any",
         settings,
         hardware=hardware,
-        seq_len=None if longest else seq_len,
+        **({} if longest else {"seq_len": seq_len}),
         effective_batch_size=effective_batch_size,
         method=method,
         strategy=strategy,

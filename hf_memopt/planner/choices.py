@@ -265,8 +265,10 @@ class SearchSpace:
 
     def _with_keys(self, choices: list[Choice]) -> list[Choice]:
         """Those that the tool whose configuration the job is has keys for."""
-        tool = self.spec.tool
-        return [choice for choice in choices if tool is None or choice.features <= tool.features]
+        if (tool := self.spec.tool) is None:
+            return choices
+        own = {f"optim.{self.spec.training.get('optim')}"}  # the user's, which the file has a word for
+        return [choice for choice in choices if choice.features <= tool.features | own]
 
     @functools.cached_property
     def _task(self) -> str:
