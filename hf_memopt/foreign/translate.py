@@ -17,6 +17,7 @@ _GROUPS = ("training", "lora", "quantization", "sizes", "memory", "own")
 # Fields of JobSpec that a table may set, as it takes them.
 _OWN = {
     "seq_len": int,
+    "prompt_len": int,  # of a sample whose completion is generated
     "world_size": int,
     "effective_batch_size": int,
     "packed": bool,
@@ -25,6 +26,7 @@ _OWN = {
     "expandable": bool,
     "autocast_adapter_dtype": bool,
 }
+_COMPLETION = 512  # max_completion_length by default, in ms-swift and in TRL 1.16
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class Translation:
         """
         groups = self._groups()
         own = fit(_OWN, groups["own"])
+        if prompt := own.pop("prompt_len", None):  # here a sample is both
+            own["seq_len"] = prompt + int(groups["training"].get("max_completion_length", _COMPLETION))
         own["seq_len"] = seq_len or own.get("seq_len")
         if (chunks := groups["memory"].pop("loss_chunks", None)) and own["seq_len"]:
             tokens = own["seq_len"] * int(groups["training"].get("per_device_train_batch_size", 1))
