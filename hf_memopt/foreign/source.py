@@ -14,6 +14,7 @@ from hf_memopt.foreign.translate import Translation, translate
 from hf_memopt.yaml_values import read_text, read_yaml
 
 _ENDINGS = (".yaml", ".yml", ".sh")
+_PROGRAMS = {"swift", "megatron", "llamafactory-cli", "axolotl", "tune", "trl", "accelerate", "torchrun", "python"}
 _TABLES = {
     "axolotl": "axolotl",
     "LLaMA-Factory": "llama_factory",
@@ -63,7 +64,8 @@ def is_source(text: str) -> bool:
 
 
 def _is_command(text: str) -> bool:
-    return " " in text.strip() and not Path(text).exists()
+    words = text.split()
+    return len(words) > 1 and bool(_PROGRAMS & {Path(word).name for word in words}) and not Path(text).exists()
 
 
 def read_source(text: str) -> Source:
