@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -250,3 +251,17 @@ def test_a_plan_keeps_an_optimizer_that_the_file_chose(command, tmp_path):
     plan = json.loads(output)
     assert code == 0 and plan["method"] == "full" and "optimizer" not in plan["edits"]["keys"]
     assert all(profile["training_arguments"]["optim"] == "paged_adamw_8bit" for profile in plan["profiles"])
+
+
+@pytest.mark.parametrize("name", [name for name, expected in EXPECTED.items() if "error" not in expected])
+def test_odd_values_are_answered_or_refused(name):
+    """Whatever stands beside a key: a job, or an InputError."""
+    source = read_source(str(FOLDER / name))
+    for key in {*source.settings, *source.table.defaults}:
+        for value in (None, True, 0, -1, 1.5, "", "x", "1e-4", [], [1], {}, {"a": 1}, [{"a": 1}], float("nan")):
+            translation = replace(source, settings={**source.settings, key: value}).translate()
+            try:
+                translation.check()
+                translation.spec(seq_len=64)
+            except InputError as error:
+                assert str(error).count("\n") == 0

@@ -90,7 +90,7 @@ def left_open(spec: JobSpec) -> JobSpec:
     training = {key: value for key, value in spec.training.items() if key not in _PLANNED}
     if spec.method == "full" and training.get("optim") in ("adamw_torch", "adamw_torch_fused"):
         del training["optim"]
-    batch = [int(spec.training.get(key, 1)) for key in _PLANNED[:2]]
+    batch = [spec.training.get(key, 1) for key in _PLANNED[:2]]
     return replace(
         spec,
         hardware=f"{name}x{devices}" if devices > 1 else name,

@@ -26,6 +26,8 @@ _OWN = {
     "expandable": bool,
     "autocast_adapter_dtype": bool,
 }
+# Fields of a training configuration that lengths and batches are computed of.
+_COUNTS = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length"), int)
 _COMPLETION = 512  # max_completion_length by default, in ms-swift and in TRL 1.16
 
 
@@ -94,14 +96,14 @@ class Translation:
             InputError: a value that our field does not take.
         """
         groups = self._groups()
-        own = fit(_OWN, groups["own"])
+        own, training = fit(_OWN, groups["own"]), groups["training"]
+        training |= fit(_COUNTS, {name: training[name] for name in _COUNTS.keys() & training.keys()})
         if prompt := own.pop("prompt_len", None):  # here a sample is both
-            own["seq_len"] = prompt + int(groups["training"].get("max_completion_length", _COMPLETION))
+            own["seq_len"] = prompt + training.get("max_completion_length", _COMPLETION)
         own["seq_len"] = seq_len or own.get("seq_len")
         if (chunks := groups["memory"].pop("loss_chunks", None)) and own["seq_len"]:
-            tokens = own["seq_len"] * int(groups["training"].get("per_device_train_batch_size", 1))
+            tokens = own["seq_len"] * training.get("per_device_train_batch_size", 1)
             groups["memory"]["loss_chunk_size"] = -(-tokens // chunks)
-        training = groups["training"]
         if (training.get("fsdp_config") or {}).get("activation_checkpointing"):
             training.pop("activation_checkpointing", None)  # FSDP checkpoints layers itself
         adapter = own.get("method", "full") != "full"
