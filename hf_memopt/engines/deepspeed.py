@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hf_memopt.engines.deepspeed_values import check_deepspeed
-from hf_memopt.engines.engine import Engine, is_inline_json, read_settings
+from hf_memopt.engines.engine import Engine, Exchange, is_inline_json, read_settings
 from hf_memopt.errors import InputError, brief, choose
 from hf_memopt.files import read_json, shipped
 
@@ -131,10 +131,14 @@ class DeepSpeed(Engine):
         }
 
     def exchanged(self, weights, gradients):
-        if self.shards_weights:
-            return 2 * weights + gradients, 0.0
+        zero = (self.deepspeed or {}).get("zero_optimization") or {}
+        if self.shards_weights:  # ZeRO++ (Wang et al. 2023): 8-bit weights, a copy in each box, 4-bit gradients
+            forward = weights / 2 if zero.get("zero_quantized_weights") else weights
+            reduced = gradients / 4 if zero.get("zero_quantized_gradients") else gradients
+            in_box = (zero.get("zero_hpz_partition_size") or 1) > 1
+            return [Exchange(forward), Exchange(forward, in_box=in_box), Exchange(reduced)]
         if self.shards_gradients:  # they go to their owner after every micro-batch
-            return gradients, gradients
+            return [Exchange(gradients), Exchange(gradients, per_step=True)]
         return super().exchanged(weights, gradients)
 
 

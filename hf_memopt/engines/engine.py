@@ -4,10 +4,23 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from hf_memopt.errors import as_input_error
 from hf_memopt.files import read_json
+
+
+class Exchange(NamedTuple):
+    """Bytes of which every process has a share before and all after, or the other way round.
+
+    Attributes:
+        per_step: once a step, not in every micro-batch.
+        in_box: among the devices of each box.
+    """
+
+    size: float
+    per_step: bool = False
+    in_box: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,13 +133,13 @@ class Engine:
         """
         return {}
 
-    def exchanged(self, weights: float, gradients: float) -> tuple[float, float]:
-        """Bytes that pass between devices in a micro-batch and once a step.
+    def exchanged(self, weights: float, gradients: float) -> list[Exchange]:
+        """What passes between devices.
 
         Args:
-            weights, gradients: bytes of all of them, in 16 bits.
+            weights, gradients: bytes of all of them, in the types in which they are sent.
         """
-        return 0.0, 2 * gradients  # reduced and spread
+        return [Exchange(gradients, per_step=True)] * 2  # reduced to shares, and these gathered
 
 
 NO_ENGINE = Engine()
@@ -141,9 +154,6 @@ class DDP(Engine):
     distributed_type: ClassVar = "MULTI_GPU"
     beside: ClassVar = ("deepspeed",)
     replicates: ClassVar = True
-
-    def exchanged(self, weights, gradients):
-        return 0.0, 2 * 2 * gradients  # fp32
 
 
 def is_true(value: object) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_memopt.engines.engine import Engine, is_true, read_settings
+from hf_memopt.engines.engine import Engine, Exchange, is_true, read_settings
 from hf_memopt.errors import InputError, brief, choose
 
 # Keys of fsdp_config: those that a trace follows or check() refuses, and those of loading and communication.
@@ -99,7 +99,7 @@ class FSDP(Engine):
         }
 
     def exchanged(self, weights, gradients):
-        return 2 * weights + 2 * gradients, 0.0
+        return [Exchange(weights)] * (2 if self.reshards else 1) + [Exchange(gradients)]
 
 
 def fsdp_settings(fsdp: Any, config: Mapping[str, Any] | str | None) -> dict[str, Any]:

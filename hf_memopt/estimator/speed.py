@@ -6,45 +6,66 @@ hardware.constants; benchmarks/speed_published.py compares the result with publi
 """
 
 from collections import Counter
+from typing import NamedTuple
 
-from hf_memopt.estimator.accounting.work import Kernel
+from hf_memopt.estimator.accounting.work import Attention, Kernel
 from hf_memopt.hardware import Hardware
+from hf_memopt.hardware.attention_rates import OTHER, attention_kernel, attention_rate
 from hf_memopt.hardware.measured import constant, measured_value
 
 _MEASURED_BYTES = 3 / 8192  # per FLOP of the matmuls of 16 bits that calibrate measures (calibration.device.rates)
 
 
-def kernel_seconds(kernels: Counter[Kernel], device: Hardware, cached: bool = True) -> tuple[float, float]:
-    """Seconds of a micro-batch's kernels and of the optimizer's.
+class Seconds(NamedTuple):
+    """Seconds of a job's kernels.
+
+    Attributes:
+        micro, optimizer: the device's, of a micro-batch and of the optimizer's step.
+        launches: the host's, to launch a micro-batch's kernels one after another from Python.
+    """
+
+    micro: float
+    optimizer: float
+    launches: float
+
+
+def kernel_seconds(
+    kernels: Counter[Kernel], device: Hardware, attention: str | None = None, cached: bool = True
+) -> Seconds:
+    """Seconds of the kernels of one micro-batch and one optimizer step.
 
     Args:
-        kernels: of one micro-batch and one optimizer step.
+        attention: the model's `attn_implementation`.
         cached: what fits the device's cache does not wait for its memory.
     """
-    return _total(kernels, device, False, cached), _total(kernels, device, True, cached)
+    ratio = constant("step_time_ratio", device).value
+    micro, optimizer = (
+        ratio
+        * _total({kernel: n for kernel, n in kernels.items() if kernel.optimizer == once}, device, attention, cached)
+        for once in (False, True)
+    )
+    launched = sum(count for kernel, count in kernels.items() if not kernel.optimizer)
+    return Seconds(micro, optimizer, ratio * launched * constant("host_launch_seconds", device).value)
 
 
-def _total(kernels: Counter[Kernel], device: Hardware, optimizer: bool, cached: bool) -> float:
-    matmuls, attention, bandwidth = _matmul_rate(device), _attention_rate(device), memory_rate(device)
+def _total(kernels: dict[Kernel, int], device: Hardware, attention: str | None, cached: bool) -> float:
+    rate, bandwidth = _rate(device), memory_rate(device)
     exposed = constant("exposed_matmul_traffic", device).value
     wide = constant("fp32_matmul_share", device).value
-    cache = constant("cache_bytes", device).value if cached else 0
+    cache = (device.cache or constant("cache_bytes", device).value) if cached else 0
+    faster = constant("cache_speedup", device).value
     launch = constant("launch_seconds", device).value
     seconds = 0.0
     for kernel, count in kernels.items():
-        if kernel.optimizer != optimizer:
-            continue
-        moving = kernel.bytes / bandwidth if kernel.bytes > cache else 0.0
-        computing = kernel.flops / attention
+        moving = kernel.bytes / bandwidth / (1 if kernel.bytes > cache else faster)
         if kernel.matmul:
-            computing = kernel.flops / (matmuls * (wide if kernel.matmul == 4 else 1)) + exposed * moving
+            computing = kernel.flops / (_matmul_rate(device) * (wide if kernel.matmul == 4 else 1)) + exposed * moving
+        elif kernel.attention:
+            computing = kernel.flops / (rate * _attention_share(kernel.attention, device, attention))
+        else:
+            computing = kernel.flops / _matmul_rate(device)
         seconds += count * max(computing, moving, launch)
-    return constant("step_time_ratio", device).value * seconds
-
-
-def matmuls(kernels: Counter[Kernel]) -> int:
-    """Count the matmuls of a micro-batch."""
-    return sum(count for kernel, count in kernels.items() if kernel.matmul and not kernel.optimizer)
+    return seconds
 
 
 def has_rates(device: Hardware) -> bool:
@@ -63,19 +84,23 @@ def _matmul_rate(device: Hardware) -> float:
     if (measured := measured_value("matmul_flops_per_second", device)) is not None:
         exposed = constant("exposed_matmul_traffic", device).value * _MEASURED_BYTES / memory_rate(device)
         return measured / max(0.5, 1 - measured * exposed)  # half is computing, whatever a file says
-    return _catalog_rate(device, "matmul_efficiency")
+    return _rate(device) * constant("matmul_efficiency", device).value
 
 
-def _attention_rate(device: Hardware) -> float:
+def _attention_share(work: Attention, device: Hardware, implementation: str | None) -> float:
+    kernel = attention_kernel(device, implementation, work.element, work.masked)
+    share = attention_rate(device, kernel, work.element, work.head_size, work.keys, work.backward)
+    return share * constant("fp32_matmul_share", device).value if kernel == OTHER and work.element == 4 else share
+
+
+def _rate(device: Hardware) -> float:
+    """FLOP/s in 16 bits, of which kernels reach a share."""
     if (measured := measured_value("matmul_flops_per_second", device)) is not None:
-        return measured * constant("attention_efficiency", device).value / constant("matmul_efficiency", device).value
-    return _catalog_rate(device, "attention_efficiency")
-
-
-def _catalog_rate(device: Hardware, efficiency: str) -> float:
+        return measured / constant("matmul_efficiency", device).value
     if rate := peak_rate(device):
-        return rate * constant(efficiency, device).value
-    return constant("flops_per_byte", device).value * memory_rate(device)
+        return rate
+    matmuls = constant("flops_per_byte", device).value * memory_rate(device)
+    return matmuls / constant("matmul_efficiency", device).value
 
 
 def memory_rate(device: Hardware) -> float:

@@ -7,17 +7,17 @@ import functools
 from dataclasses import dataclass
 
 from hf_memopt.engines import Engine
+from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.tracing.extrapolate import count_layers
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST
+from hf_memopt.hardware.links import Links
 from hf_memopt.hardware.measured import constant, measured_value
 
 GB = 1e9
 # Shares of the catalog's rates that training reaches, and their sources: hardware.constants. What is here is of hosts.
 # ZeRO-Offload (Ren et al. 2021), table 4: Adam on 1e9 weights in 0.22 s, on the host's two sockets.
 HOST_ADAM = 1e9 / 0.22  # weights a second, of all devices of a host together
-# Where devices have links of their own: one 400 Gb/s adapter a GPU (NVIDIA DGX H100), 200 Gb/s before fp8 (DGX A100).
-BETWEEN_HOSTS = {True: 50 * GB, False: 25 * GB}
-ETHERNET = 12.5 * GB  # assumed of machines whose devices talk over PCIe: 100 Gb/s
 # One PCIe 4.0 drive a machine: Samsung's sequential rates of the 990 PRO, bytes a second. Sustained writes are slower.
 DISK_READ, DISK_WRITE = 7.45 * GB, 6.9 * GB
 # What DeepSpeed's ZeRO-3 swaps of every trained weight in a step (swap_tensor/pipelined_optimizer_swapper.py): fp32
@@ -33,7 +33,7 @@ class Step:
     Attributes:
         accumulation: micro-batches.
         micro_seconds: of a micro-batch's kernels and of the waits for what it offloads.
-        micro_matmuls: the number of matmuls among them.
+        launch_seconds: in which the host launches these kernels.
         optimizer_seconds: of the optimizer's kernels, over all weights.
         optimizer_offloaded: its states are in host memory without an engine.
     """
@@ -41,7 +41,7 @@ class Step:
     engine: Engine
     accumulation: int
     micro_seconds: float
-    micro_matmuls: float
+    launch_seconds: float
     optimizer_seconds: float
     optimizer_offloaded: bool = False
 
@@ -54,6 +54,10 @@ class StepTime:
         world_size: processes, one device each.
         trained: number of weights that are trained.
         loaded: bytes of all weights.
+        wide: weights are loaded in 32 bits.
+        mixed: autocast computes in 16 bits.
+        adapters: alone are trained; peft keeps them in 32 bits.
+        layers: whose weights are gathered and whose gradients are reduced at a time.
         drives: NVMe drives of each machine that share what is offloaded to disk.
     """
 
@@ -61,12 +65,32 @@ class StepTime:
     world_size: int
     trained: int
     loaded: int
+    wide: bool
+    mixed: bool
+    adapters: bool
+    layers: int
     drives: int = 1
+
+    @classmethod
+    def of(cls, job: Job, trained: int, loaded: int, drives: int = 1) -> "StepTime":
+        """The times of a job's steps."""
+        return cls(
+            device=job.device,
+            world_size=job.world_size,
+            trained=trained,
+            loaded=loaded,
+            wide=job.dtype == "float32",
+            mixed=bool(job.fields.get("bf16") or job.fields.get("fp16")),
+            adapters=job.peft_config is not None,
+            layers=count_layers(job.config),
+            drives=drives,
+        )
 
     def seconds(self, step: Step) -> float:
         """One optimizer step."""
         exchange_micro, exchange_step = self.exchanged(step)
-        micro = self._overlapped(step.micro_seconds, exchange_micro) + self._gathering(step)
+        launching = step.launch_seconds * (self._sharded_launch if step.engine.shards_weights else 1)
+        micro = self._overlapped(self._overlapped(step.micro_seconds, launching), exchange_micro)
         return self._overlapped(step.accumulation * micro, exchange_step) + self._optimizer(step)
 
     def exchanged(self, step: Step) -> tuple[float, float]:
@@ -74,8 +98,14 @@ class StepTime:
         ranks, engine, weights = self.world_size, step.engine, self.loaded
         if ranks == 1:
             return 0.0, 0.0
-        sent = (ranks - 1) / ranks
-        micro, once = (size * sent / self._link for size in engine.exchanged(weights, 2.0 * self.trained))
+        micro, once = (
+            sum(
+                self._links.seconds(exchange.size, self.layers + 1, exchange.in_box)
+                for exchange in engine.exchanged(*self._sizes(engine))
+                if exchange.per_step == per_step
+            )
+            for per_step in (False, True)
+        )
         if not engine.offloads or not engine.shards_gradients:
             return micro, once
         if engine.shards_weights:
@@ -84,9 +114,13 @@ class StepTime:
                 micro += self._disk(2 * max(0.0, weights - 2 * IN_HOST * ranks), 0.0)
         return micro + self._summed_on_host(step), once
 
-    def _gathering(self, step: Step) -> float:
-        """Seconds a micro-batch that sharding adds around matmuls: hooks, launches and waits for gathered weights."""
-        return step.micro_matmuls * self._sharded_matmul if step.engine.shards_weights else 0.0
+    def _sizes(self, engine: Engine) -> tuple[float, float]:
+        """Bytes of weights and gradients as they are sent: under mixed precision sharding engines send 16 bits
+        (accelerate's MixedPrecisionPolicy, DeepSpeed's communication_data_type), DDP gradients as they are."""
+        if engine.plain:
+            return self.loaded, self.trained * (4 if self.wide or self.adapters else 2)
+        narrowed = self.wide and self.mixed
+        return self.loaded / (2 if narrowed else 1), self.trained * (2 if narrowed or not self.wide else 4)
 
     def _summed_on_host(self, step: Step) -> float:
         """Seconds a micro-batch in which gradients come from the host, are added to and go back.
@@ -116,15 +150,8 @@ class StepTime:
         return max(computing, moving) + self._exposed * min(computing, moving)
 
     @functools.cached_property
-    def _link(self) -> float:
-        """Bytes/s from device to device."""
-        device = self.device
-        efficiency = constant("link_efficiency", device).value
-        peer = device.peer_link * efficiency if device.peer_link else self._host_link
-        if self.world_size <= DEVICES_PER_HOST:
-            return peer
-        linked = (device.peer_link or 0) > (device.host_link or 0)
-        return min(peer, (BETWEEN_HOSTS[device.fp8] if linked else ETHERNET) * efficiency)
+    def _links(self) -> Links:
+        return Links(self.device, self.world_size)
 
     @functools.cached_property
     def _host_link(self) -> float:
@@ -135,8 +162,8 @@ class StepTime:
         return constant("exposed_traffic", self.device).value
 
     @functools.cached_property
-    def _sharded_matmul(self) -> float:
-        return constant("sharded_matmul_seconds", self.device).value
+    def _sharded_launch(self) -> float:
+        return constant("sharded_launch_ratio", self.device).value
 
 
 def host_link(device: Hardware) -> float:

@@ -9,7 +9,7 @@ from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
 from hf_memopt.estimator.accounting.work import extended
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.speed import has_rates, kernel_seconds, matmuls, peak_rate
+from hf_memopt.estimator.speed import has_rates, kernel_seconds, peak_rate
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
 from hf_memopt.estimator.training_fields import settle_engine
@@ -63,25 +63,24 @@ def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[T
     steps = traces[0].steps
     kernels = extended(traces[0].kernels, traces[-1].kernels, (layers - depths[0]) // period)
     micro_batches = steps * min(counted.fields["gradient_accumulation_steps"], 2)  # tracing.traced_arguments
-    micro, optimizer = kernel_seconds(kernels, job.device)
+    taken = kernel_seconds(kernels, job.device, main_attention(job))
     recomputed = Counter({kernel: count for kernel, count in kernels.items() if kernel.recomputed})
-    again, _ = kernel_seconds(recomputed, job.device)
+    again = kernel_seconds(recomputed, job.device, main_attention(job)).micro
     peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], not job.engine.flat_buffers)
-    micro_seconds = micro / micro_batches
+    micro_seconds = taken.micro / micro_batches
     accumulation = job.fields["gradient_accumulation_steps"]
     step = Step(
         engine=job.engine,
         accumulation=accumulation,
         micro_seconds=micro_seconds + _waits(job, peaks, micro_seconds, again / micro_batches),
-        micro_matmuls=matmuls(kernels) / micro_batches,
-        optimizer_seconds=optimizer / steps,
+        launch_seconds=taken.launches / micro_batches,
+        optimizer_seconds=taken.optimizer / steps,
         optimizer_offloaded=job.device.discrete_memory
         and bool(getattr(job.memory_args, "optimizer_cpu_offload", False)),
     )
     outside, layer = job.elements(trained=True)
     loaded = max(peak.by_kind.get("parameters", 0) for peak in peaks.values())
-    times = StepTime(device=job.device, world_size=job.world_size, trained=outside + layer * layers, loaded=loaded)
-    seconds = times.seconds(step)
+    seconds = StepTime.of(job, outside + layer * layers, loaded).seconds(step)
     flops = sum(count * kernel.flops for kernel, count in kernels.items() if not kernel.recomputed) / micro_batches
     peak, tokens = peak_rate(job.device), job.micro_batch_tokens
     return Throughput(
@@ -90,6 +89,11 @@ def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[T
         mfu=peak and accumulation * flops / seconds / peak,
         speed_error=constant("speed_error", job.device).value,
     )
+
+
+def main_attention(job: Job) -> str | None:
+    """The `attn_implementation` of a model, of its text part where the parts have their own."""
+    return next(iter(job.attention), None)
 
 
 def with_speed(estimate: Estimate, speed: Throughput | None, note: str) -> Estimate:

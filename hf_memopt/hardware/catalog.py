@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.hardware.names import match, short_name
-from hf_memopt.units import GIB
+from hf_memopt.units import GIB, MIB
 
 DEVICES_PER_HOST = 8  # at most, in the machines that clusters are made of (NVIDIA HGX and DGX, AMD's platforms)
 GB = 10**9
@@ -33,6 +33,25 @@ FIGURES = (
 
 
 @dataclass(frozen=True)
+class Box:
+    """The machine that a device is sold in, as far as links are concerned.
+
+    Attributes:
+        adapters: to the network.
+        adapter: bytes/s of each, in one direction.
+        switched: peer_link reaches any other device (NVSwitch).
+        meshed: peer_link is shared out to one link to each other device.
+        source: where it was published.
+    """
+
+    adapters: int
+    adapter: float
+    source: str
+    switched: bool = False
+    meshed: bool = False
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One device.
 
@@ -47,6 +66,7 @@ class Hardware:
         native_bf16: computes in bfloat16 itself. PyTorch's `is_bf16_supported()` also says yes to emulation.
         fp8: has fp8 matrix units.
         host_link, peer_link: bytes/s in one direction to the host and to another device of its kind.
+        cache: bytes of the last cache before the memory, where its size matters.
         architecture: CUDA compute capability ("9.0"), AMD gfx target or marketing generation.
         unified_memory: shares its memory with the operating system and other programs.
         reported: pattern of the names that PyTorch reports, where they differ from the label.
@@ -68,6 +88,7 @@ class Hardware:
     fp8: bool
     host_link: float | None
     peer_link: float | None
+    cache: float | None = None
     architecture: str = ""
     unified_memory: bool = False
     reported: str = ""
@@ -104,10 +125,28 @@ def catalog_entry(name: str) -> Hardware:
     return devices[name] if name in devices else devices[match(name, devices)]
 
 
+def box_of(device: Hardware) -> Box:
+    """The box of a device: one whose cards talk over PCIe where the catalog names no other."""
+    return _boxes().get(device.name) or _boxes()[""]
+
+
+@functools.cache
+def _boxes() -> dict[str, Box]:
+    """Name of a device -> its box."""
+    rows = [dict(row) for row in _tables()["boxes"]]
+    boxes = [(row.pop("cards"), Box(**{**row, "adapter": row["adapter"] * GB})) for row in rows]
+    return {name: box for names, box in boxes for name in names}
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "catalog.toml").read_text(encoding="utf-8"))
+
+
 @functools.cache
 def catalog() -> dict[str, Hardware]:
     """Every device of catalog.toml, by name."""
-    tables = tomllib.loads((Path(__file__).parent / "catalog.toml").read_text(encoding="utf-8"))
+    tables = _tables()
     entries = tables["devices"] | {key: row for series in tables["series"] for key, row in _rows(series)}
     return {name: _build(name, entry, tables["vendors"]) for name, entry in entries.items()}
 
@@ -171,6 +210,7 @@ def _build(name: str, entry: dict[str, Any], vendors: dict[str, dict[str, str]])
         fp8=entry.get("fp8", False),
         host_link=_times(entry.get("host_link"), GB),
         peer_link=_times(entry.get("peer_link"), GB),
+        cache=_times(entry.get("cache"), MIB),
         architecture=entry["architecture"],
         unified_memory=entry.get("unified_memory", False),
         reported=entry.get("reported", ""),

@@ -12,6 +12,11 @@ _CUDA = ("cuda", "rocm")
 _FITTED = "fitted to published speeds on an A100 (benchmarks/speed_published.py)"
 
 
+_FITTED_ADAPTERS = (
+    "fitted to half of PEFT's published speeds on an L40S (benchmarks/speed_published.py: short batches of adapters)"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Constant:
     """A figure that predictions rest on.
@@ -130,6 +135,15 @@ TABLE = (
     ),
     Constant(
         name="matmul_efficiency",
+        value=0.6,
+        unit="share of the catalog's rate",
+        source="assumed of gfx950 as far below the 1565 of 2300 TFLOP/s that an MI355X reaches at best "
+        "(stas00/ml-engineering, compute/accelerator/README.md) as an A100's is below its 271 of 312",
+        backends=("rocm",),
+        architectures=("gfx950",),
+    ),
+    Constant(
+        name="matmul_efficiency",
         value=0.78,
         unit="share of the catalog's rate",
         source=f"{_FITTED}: beside the time in which the matmul reads and writes",
@@ -216,20 +230,6 @@ TABLE = (
         source="assumed: units of one width",
     ),
     Constant(
-        name="attention_efficiency",
-        value=0.45,
-        unit="share of the catalog's rate",
-        source="assumed of an MI300X: as far below its matmuls as on an A100",
-        backends=("rocm",),
-        architectures=("gfx942",),
-    ),
-    Constant(
-        name="attention_efficiency",
-        value=0.7,
-        unit="share of the catalog's rate",
-        source=f"{_FITTED}; FlashAttention-2 reaches up to 73 % of an A100's rate (Dao 2023)",
-    ),
-    Constant(
         name="copy_efficiency",
         value=0.81,
         unit="share of the catalog's rate",
@@ -260,33 +260,10 @@ TABLE = (
         name="cache_bytes",
         value=24 * MIB,
         unit="bytes",
-        source="L2 of an A30, the smallest of its generation (an A100 has 40): NVIDIA's datasheet",
+        source="of cards for which the catalog has none: L2 of an RTX 4060 and an A30, the smallest of Ampere's data-"
+        "centre cards, Ada and Blackwell (NVIDIA's architecture whitepapers)",
         backends=("cuda",),
-        capability=(8.0, 8.0),
-    ),
-    Constant(
-        name="cache_bytes",
-        value=24 * MIB,
-        unit="bytes",
-        source="L2 of an RTX 4060, the smallest of its generation (NVIDIA Ada GPU architecture); an L40S has more",
-        backends=("cuda",),
-        capability=(8.9, 8.9),
-    ),
-    Constant(
-        name="cache_bytes",
-        value=50 * MIB,
-        unit="bytes",
-        source="L2 of an H100 (NVIDIA H100 Tensor Core GPU architecture); assumed of later data-centre cards",
-        backends=("cuda",),
-        capability=(9.0, 10.9),
-    ),
-    Constant(
-        name="cache_bytes",
-        value=24 * MIB,
-        unit="bytes",
-        source="assumed: as of the generation before",
-        backends=("cuda",),
-        capability=(12.0, 12.9),
+        capability=(8.9, 99.0),
     ),
     Constant(
         name="cache_bytes",
@@ -295,23 +272,49 @@ TABLE = (
         source="assumed: smaller than what a layer's kernels read and write (6 MB on an RTX 3090, 4 on a T4)",
     ),
     Constant(
-        name="sharded_matmul_seconds",
-        value=0.0,
-        unit="seconds",
-        source="assumed: a CPU's kernels take longer than what surrounds them",
-        backends=("cpu",),
-    ),
-    Constant(
-        name="sharded_matmul_seconds",
-        value=200e-6,
-        unit="seconds",
-        source=f"{_FITTED}: FSDP on two GPUs, added to each matmul by hooks and waits around gathered weights",
+        name="cache_speedup",
+        value=2.0,
+        unit="ratio",
+        source=f"of L2's rate to the memory's: {_FITTED_ADAPTERS}",
     ),
     Constant(
         name="link_efficiency",
         value=0.8,
         unit="share of the catalog's rate",
-        source="assumed: as for memory bandwidth",
+        source="NVLink: 361 of 450 GB/s (8 H200, all-gather) and 235 of 300 (8 A100, all-reduce) in nccl-tests "
+        "(stas00/ml-engineering, network/README.md); of PCIe assumed",
+    ),
+    Constant(
+        name="mesh_efficiency",
+        value=0.7,
+        unit="share of the catalog's rate",
+        source="313 of 448 GB/s: 8 MI300X, all-reduce (stas00/ml-engineering, network/README.md)",
+    ),
+    Constant(
+        name="pcie_ring_efficiency",
+        value=0.5,
+        unit="share of the catalog's rate",
+        source="28 and 35 of 63 GB/s: 8 and 4 RTX 5090 (NVIDIA/nccl issue 1639); 40 of 63: 8 RTX PRO 6000 "
+        "(voipmonitor/rtx6kpro, hardware/pcie-bandwidth.md)",
+    ),
+    Constant(
+        name="adapter_efficiency",
+        value=0.9,
+        unit="share of the catalog's rate",
+        source="of all-reduce between boxes: 382 of 400 GB/s (4 × 8 B200: stas00/ml-engineering, network/README.md), "
+        "96 of 100 (3 × 8 A100: NVIDIA/nccl-tests issue 119), 340 of 400 (32 × 8 H100: NVIDIA/nccl issue 1218)",
+    ),
+    Constant(
+        name="hop_seconds",
+        value=3.4e-6,
+        unit="seconds",
+        source="NCCL's own model of a ring's hop over NVLink (NVIDIA/nccl, src/graph/tuning.cc)",
+    ),
+    Constant(
+        name="box_hop_seconds",
+        value=14e-6,
+        unit="seconds",
+        source="NCCL's own model of a ring's hop over a network (NVIDIA/nccl, src/graph/tuning.cc)",
     ),
     Constant(
         name="launch_seconds",
@@ -325,6 +328,26 @@ TABLE = (
         value=5e-6,
         unit="seconds",
         source="from one kernel to the next: NVIDIA's usual figure for an asynchronous launch",
+    ),
+    Constant(
+        name="host_launch_seconds",
+        value=0.0,
+        unit="seconds",
+        source="a CPU runs its kernels itself",
+        backends=("cpu",),
+    ),
+    Constant(
+        name="host_launch_seconds",
+        value=28e-6,
+        unit="seconds",
+        source=f"of Python and torch for an operator, beside the device's: {_FITTED_ADAPTERS}, where 20 to 28 are as "
+        "near",
+    ),
+    Constant(
+        name="sharded_launch_ratio",
+        value=6.0,
+        unit="ratio",
+        source=f"{_FITTED}: FSDP on two GPUs, whose hooks and waits slow the host down",
     ),
     Constant(
         name="exposed_traffic",

@@ -7,8 +7,9 @@ and what engines add (estimator.step_time). benchmarks/speed_published.py compar
 import functools
 from dataclasses import dataclass
 
-from hf_memopt.estimator.speed import kernel_seconds, matmuls, memory_rate
+from hf_memopt.estimator.speed import Seconds, kernel_seconds, memory_rate
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
+from hf_memopt.estimator.throughput import main_attention
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.measured import constant
 from hf_memopt.planner.choices import Choice
@@ -36,26 +37,16 @@ class Cost:
     drives: int = 1
 
     @functools.cached_property
-    def _times(self) -> dict[int, tuple[float, float]]:
-        device = self.sketch.job.device
-        return {id(traced): times(traced, device) for traced in (*self.sketch.plain, *self.sketch.checkpointed)}
-
-    @functools.cached_property
-    def _matmuls(self) -> tuple[int, int]:
-        """Matmuls of a micro-batch without and with checkpointing."""
-        return matmuls(self.sketch.plain[0].kernels), matmuls(self.sketch.checkpointed[0].kernels)
+    def _times(self) -> dict[int, Seconds]:
+        device, attention = self.sketch.job.device, main_attention(self.sketch.job)
+        return {
+            id(traced): times(traced, device, attention) for traced in (*self.sketch.plain, *self.sketch.checkpointed)
+        }
 
     @functools.cached_property
     def steps(self) -> StepTime:
         """The time that engines add to the kernels' seconds."""
-        job = self.sketch.job
-        return StepTime(
-            device=job.device,
-            world_size=job.world_size,
-            trained=self.sketch.trained,
-            loaded=self.sketch.loaded,
-            drives=self.drives,
-        )
+        return StepTime.of(self.sketch.job, self.sketch.trained, self.sketch.loaded, self.drives)
 
     @functools.cached_property
     def _exposed(self) -> float:
@@ -100,13 +91,13 @@ class Cost:
         Args:
             micro_seconds: of a micro-batch.
         """
-        plain, checkpointed = self._matmuls
+        plain, checkpointed = (self._times[id(pair[0])] for pair in (self.sketch.plain, self.sketch.checkpointed))
         return Step(
             engine=choice.engine,
             accumulation=choice.accumulation,
             micro_seconds=micro_seconds,
-            micro_matmuls=plain + choice.checkpointed * (checkpointed - plain),
-            optimizer_seconds=self._times[id(self.sketch.plain[0])][1],
+            launch_seconds=plain.launches + choice.checkpointed * (checkpointed.launches - plain.launches),
+            optimizer_seconds=plain.optimizer,
             optimizer_offloaded=choice.optimizer_offloaded,
         )
 
@@ -129,7 +120,7 @@ class Cost:
 
     def _line(self, pair: tuple[Traced, Traced], samples: float) -> float:
         """Seconds of a micro-batch, by the line through one sample and two."""
-        first, second = (self._times[id(traced)][0] for traced in pair)
+        first, second = (self._times[id(traced)].micro for traced in pair)
         return max(first, first + (second - first) * (samples - 1))
 
     def _offloaded(self, choice: Choice) -> float:
@@ -155,7 +146,7 @@ class Cost:
         return max(computing, moving) + self._exposed * min(computing, moving)
 
 
-def times(traced: Traced, device: Hardware) -> tuple[float, float]:
+def times(traced: Traced, device: Hardware, attention: str | None = None) -> Seconds:
     """Seconds of a micro-batch and of an optimizer step, by which larger micro-batches are extrapolated: as if nothing
     fitted the device's cache, as theirs would not."""
-    return kernel_seconds(traced.kernels, device, cached=False)
+    return kernel_seconds(traced.kernels, device, attention, cached=False)

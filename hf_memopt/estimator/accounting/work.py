@@ -19,7 +19,32 @@ _NO_WORK = {
     _aten.lift_fresh,
     _aten.alias,
 }
+# Fused attention -> the places of its queries, of its keys (or of the longest sequence's number) and of is_causal.
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: (0, 1, 4),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 2, 7),
+    _aten._flash_attention_forward: (0, 6, 8),
+    _aten._flash_attention_backward: (1, 9, 11),
+}
 _MATMULS = {_aten.linear, _aten.mm, _aten.bmm, _aten._grouped_mm, _aten.addmm, _aten.baddbmm}
+
+
+class Attention(NamedTuple):
+    """What an attention kernel's rate depends on.
+
+    Attributes:
+        head_size: elements.
+        keys: that a query sees, of the longest sequence.
+        element: bytes of a query's element.
+        backward: it computes gradients.
+        masked: by a tensor, which flash attention does not take.
+    """
+
+    head_size: int
+    keys: int
+    element: int
+    backward: bool
+    masked: bool = False
 
 
 class Kernel(NamedTuple):
@@ -30,6 +55,7 @@ class Kernel(NamedTuple):
         flops: floating-point operations; operators without are bound by memory bandwidth.
         bytes: read and written.
         matmul: bytes of an operand's element of a matmul; 0 for others (with FLOPs: attention and convolutions).
+        attention: of a fused kernel of attention.
         recomputed: activation checkpointing runs it a second time, in backward.
     """
 
@@ -37,6 +63,7 @@ class Kernel(NamedTuple):
     flops: int
     bytes: int
     matmul: int = 0
+    attention: Attention | None = None
     recomputed: bool = False
 
 
@@ -71,11 +98,11 @@ class Work:
 
 
 _MOST = 100_000  # remembered calls; a trace has about a thousand different ones
-_remembered: dict[tuple, tuple[int, int, int] | None] = {}
+_remembered: dict[tuple, tuple | None] = {}
 
 
-def _measure(func, args, kwargs, out) -> tuple[int, int, int] | None:
-    """An operator's FLOPs, bytes and `matmul` (Kernel); None where it only returns a view or allocates."""
+def _measure(func, args, kwargs, out) -> tuple | None:
+    """Kernel's `flops`, `bytes`, `matmul` and `attention`; None where it only returns a view or allocates."""
     if func._overloadpacket in _NO_WORK or func.is_view:
         return None
     touched = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
@@ -83,7 +110,17 @@ def _measure(func, args, kwargs, out) -> tuple[int, int, int] | None:
         return None
     size = sum(leaf.numel() * leaf.element_size() for leaf in touched)
     matmul = touched[0].element_size() if func._overloadpacket in _MATMULS else 0
-    return _flops(func, args, kwargs, out), size, matmul
+    return _flops(func, args, kwargs, out), size, matmul, _attention(func._overloadpacket, args, kwargs)
+
+
+def _attention(packet, args, kwargs) -> Attention | None:
+    if packet not in _ATTENTION:
+        return None
+    query, longest, causal = _ATTENTION[packet]
+    keys = args[longest] if isinstance(args[longest], int) else args[longest].shape[-2]
+    visited = _visited(int(keys), args[causal : causal + 1], kwargs)
+    masked = kwargs.get("attn_mask") is not None
+    return Attention(args[query].shape[-1], visited, args[query].element_size(), query == 1, masked)
 
 
 def extended(low: Counter, high: Counter, steps: int) -> Counter:
