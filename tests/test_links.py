@@ -1,106 +1,69 @@
-"""A file of a foreign folder that is a link to elsewhere is refused by each reader; the hub's cache is not."""
+"""Collectives: rates of rings against published bus bandwidths, and what waits besides."""
 
-import json
-from types import SimpleNamespace
+import dataclasses
 
 import pytest
-from runs import ENDED, reading, report, write_run
 
-from hf_memopt.contrib.merging.merge import find_folder
-from hf_memopt.errors import InputError
-from hf_memopt.estimator.architectures import load_config
-from hf_memopt.files import check_links
-from hf_memopt.recipe.job import load_tokenizer
-from hf_memopt.reports.advice import advise
-from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_run
-from hf_memopt.trainer.intact import check_intact, checkpoint_fault
+from hf_memopt.engines import engine_named
+from hf_memopt.hardware import get_hardware
+from hf_memopt.hardware.catalog import _boxes, box_of, catalog
+from hf_memopt.hardware.links import Links
 
-LEAVES = "is a link that leaves its folder"
-
-
-@pytest.fixture
-def secret(tmp_path):
-    file = tmp_path / "elsewhere" / "secret"
-    file.parent.mkdir()
-    file.write_text('{"model_type": "gpt2"}')
-    return file
-
-
-@pytest.fixture
-def model(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    return folder
+# Card, ranks, GB/s that nccl-tests or all_reduce_bench.py report as bus bandwidth with large messages.
+PUBLISHED = [
+    ("a100_80gb", 8, 235, "stas00/ml-engineering, network/README.md"),
+    ("h200", 8, 361, "stas00/ml-engineering, network/README.md: all-gather"),
+    ("h200", 8, 363, "stas00/ml-engineering, network/README.md: reduce-scatter"),
+    ("b200", 32, 382, "stas00/ml-engineering, network/README.md: 4 boxes"),
+    ("h100_80gb", 256, 340, "NVIDIA/nccl issue 1218: 32 boxes, all-reduce"),
+    ("mi300x", 8, 313, "stas00/ml-engineering, network/README.md"),
+    ("mi300x", 2, 47.7, "stas00/ml-engineering, network/README.md"),
+    ("rtx_5090", 8, 28, "NVIDIA/nccl issue 1639"),
+    ("rtx_5090", 4, 35, "NVIDIA/nccl issue 1639"),
+    ("rtx_pro_6000_workstation", 8, 40, "voipmonitor/rtx6kpro, hardware/pcie-bandwidth.md"),
+]
 
 
-def test_models_and_adapters(model, secret):
-    assert load_config(str(model)).model_type == "gpt2" and find_folder(model) == model
-    (model / "chat_template.jinja").symlink_to(model / "config.json")  # within the folder
-    assert load_config(str(model)).model_type == "gpt2"
-    (model / "tokenizer_config.json").symlink_to(secret)
-    job = SimpleNamespace(recipe=SimpleNamespace(tokenizer_name=str(model), trust_remote_code=False), model_name="")
-    for read in (load_config, find_folder, lambda name: load_tokenizer(job)):
-        with pytest.raises(InputError, match=f"tokenizer_config.json {LEAVES}"):
-            read(str(model))
+@pytest.mark.parametrize(("card", "ranks", "published", "source"), PUBLISHED)
+def test_rings_reach_the_published_bandwidth(card, ranks, published, source):
+    assert Links(get_hardware(card), ranks).rate(ranks) / 1e9 == pytest.approx(published, rel=0.25), source
 
 
-def test_checkpoints(tmp_path, secret):
-    checkpoint = tmp_path / "out" / "checkpoint-1"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "rng_state.pth").symlink_to(secret)
-    assert LEAVES in checkpoint_fault(checkpoint)
-    with pytest.raises(InputError, match=LEAVES):
-        check_intact(checkpoint)
+def test_boxes_name_cards_of_the_catalog_and_sources():
+    assert all(name in catalog() for name in _boxes() if name)
+    assert all(box.source and box.adapters and box.adapter for box in _boxes().values())
+    assert not box_of(get_hardware("rtx_4090")).switched
 
 
-def test_consolidation(tmp_path, secret):
-    from hf_memopt.trainer.consolidation import consolidate
-
-    checkpoint = tmp_path / "checkpoint-1"
-    (checkpoint / "pytorch_model_fsdp_0").mkdir(parents=True)
-    (checkpoint / "pytorch_model_fsdp_0" / ".metadata").touch()
-    (checkpoint / "config.json").symlink_to(secret)
-    with pytest.raises(InputError, match=LEAVES):
-        consolidate(checkpoint, tmp_path / "out", trusted=True)
+def test_a_boxs_adapters_carry_its_bytes_together():
+    """A byte enters a box once, over one of eight adapters: two boxes are no eight times slower than one."""
+    one, two = (Links(get_hardware("a100_80gb"), ranks).seconds(1e9) for ranks in (8, 16))
+    assert one < two < 2 * one
+    few = Links(get_hardware("l40s"), 16)
+    assert few.rate(16) < few.rate(8)
 
 
-@pytest.mark.parametrize("name", [REPORT_FILE, LOG, OOM])
-def test_runs(name, tmp_path, secret):
-    folder = write_run(tmp_path / "run", report(), [reading(10)], ENDED)
-    (folder / "weights.bin").symlink_to(secret)  # which nobody reads
-    assert read_run(folder).report and advise(str(folder))
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(secret)
-    for read in (read_run, lambda folder: advise(str(folder))):
-        with pytest.raises(InputError, match=LEAVES):
-            read(folder)
+def test_many_small_messages_wait_for_their_hops():
+    links = Links(get_hardware("h100_80gb"), 128)
+    assert links.seconds(1e6, messages=100) > 10 * links.seconds(1e6)
+    assert links.seconds(1e9, in_box=True) < links.seconds(1e9)
 
 
-def test_logs(tmp_path, secret):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "a.log").symlink_to(secret)
-    with pytest.raises(InputError, match=LEAVES):
-        advise(str(tmp_path / "run"))
+def test_a_bridge_joins_two_cards_and_no_more():
+    card = get_hardware("rtx_3090")
+    assert Links(card, 2).rate(2) > Links(card, 4).rate(4)
+    assert Links(dataclasses.replace(card, peer_link=card.host_link), 2).rate(2) == Links(card, 4).rate(4)
 
 
-def test_the_hubs_cache(tmp_path, secret):
-    repository = tmp_path / "models--a--b"
-    (repository / "blobs").mkdir(parents=True)
-    (repository / "blobs" / "f00").write_text(json.dumps({"model_type": "gpt2"}))
-    snapshot = repository / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").symlink_to("../../blobs/f00")
-    assert load_config(str(snapshot)).model_type == "gpt2"
-    linked = tmp_path / "linked"
-    linked.symlink_to(snapshot)  # the folder itself may be a link
-    assert check_links(linked) == linked
-    (snapshot / "tokenizer.json").symlink_to(secret)
-    with pytest.raises(InputError, match=f"tokenizer.json {LEAVES}"):
-        check_links(snapshot)
-
-
-def test_a_link_to_itself(model):
-    (model / "loop").symlink_to(model / "loop")
-    with pytest.raises(InputError, match="loop"):
-        check_links(model)
+def test_what_engines_send():
+    """FSDP gathers weights for forward and for backward, ZeRO++ half as many and within a box; DDP only gradients."""
+    sizes = {
+        name: sum(exchange.size for exchange in engine_named(name).exchanged(100.0, 10.0))
+        for name in ("ddp", "fsdp2", "zero2", "zero3", "zero3_plus_plus")
+    }
+    assert sizes == {"ddp": 20, "fsdp2": 210, "zero2": 20, "zero3": 210, "zero3_plus_plus": 102.5}
+    assert [exchange.in_box for exchange in engine_named("zero3_plus_plus").exchanged(1.0, 1.0)] == [
+        False,
+        True,
+        False,
+    ]

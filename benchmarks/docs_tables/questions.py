@@ -18,7 +18,7 @@ def answer(name: str, short: bool = False) -> str:
 
 def _plan(row: dict) -> str:
     error = row["profiles"][0]["speed_error"]
-    speed = "tokens/s" if error is None else f"tokens/s ±{error:.0%}"
+    speed = "tokens/s, not compared" if error is None else f"tokens/s ±{error:.0%}"
     lines = []
     for names, one in by_settings(row["profiles"]):
         bold = "**" if row["profile"] in names.split(", ") else ""

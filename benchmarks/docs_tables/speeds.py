@@ -1,30 +1,29 @@
 """README.md and docs/plans.md: predicted speeds beside published runs."""
 
-from docs_tables.markdown import (
-    results,
-)
-from speed_published import GROUPS, summary
+from docs_tables.markdown import results, table
+from speed_published import groups, held_out, summary
 
-SPEED_GROUPS = {
-    "A100, fitted": "Mistral-7B, SantaCoder: full, LoRA, QLoRA on 1 and 2 A100s; five constants were fitted to these",
-    "A100": "PowerLM-3B, Mixtral-8x7B: likewise",
-    "A100, fused kernels": "all four, with fused kernels that a trace does not have: predictions should be too slow",
-    "L40S": "Llama-3.2-3B, full and 33 adapters in batches of 4 short samples, on an L40S",
-}
+_HEADS = ["published runs", "card family", "rows", "median error", "worst", "stated", "pairs ranked right"]
+_FAMILIES = {"8.0": "A100", "8.9": "L40S", "9.0": "H100", "12.0": "RTX PRO 6000"}
 
 
 def published_speeds() -> str:
-    """A row for every group of published runs."""
+    """A row for every kind of jobs and family of cards, of rows to which nothing was fitted; then the others."""
+    rows = results("speed_published")["rows"]
     lines = [
-        "| published runs | rows | median error | worst | within 25% | pairs ranked right | worst regret |",
-        "|---|---|---|---|---|---|---|",
+        _line(
+            kind, _FAMILIES[family], group, f"±{group[0]['stated_error']:.0%}" if group[0]["stated_error"] else "none"
+        )
+        for (kind, family), group in groups(held_out(rows)).items()
     ]
-    data = results("speed_published")
-    for name, is_member in GROUPS.items():
-        rows = list(filter(is_member, data["rows"]))
-        ids = {row["id"] for row in rows}
-        # What the worst choice among a group's settings loses against the fastest of them.
-        regret = max((loss["regret"] for loss in data["regrets"] if loss["chosen"] in ids), default=0.0)
-        cells = "{rows} | {median:.1%} | {worst:.0%} | {near:.0%} | {pairs}".format(**summary(rows))
-        lines.append(f"| {SPEED_GROUPS[name]} | {cells} | {regret:.1%} |")
-    return "\n".join(lines).replace("%", " %")
+    fitted = [row for row in rows if row["fitted"]]
+    other = [row for row in rows if row["stack"]]
+    lines.append(_line("to which constants were fitted", "A100, L40S", fitted, ""))
+    lines.append(_line("of other software (compiled, fused kernels)", "19 cards", other, ""))
+    return table(_HEADS, lines).replace("%", " %")
+
+
+def _line(kind: str, family: str, rows: list[dict], stated: str) -> list[str]:
+    found = summary(rows)
+    figures = [f"{found['median']:+.0%}", f"{found['worst']:+.0%}", stated, found["pairs"]]
+    return [kind, family, str(found["rows"]), *figures]

@@ -131,12 +131,12 @@ class DeepSpeed(Engine):
         }
 
     def exchanged(self, weights, gradients):
-        zero = (self.deepspeed or {}).get("zero_optimization") or {}
-        if self.shards_weights:  # ZeRO++ (Wang et al. 2023): 8-bit weights, a copy in each box, 4-bit gradients
-            forward = weights / 2 if zero.get("zero_quantized_weights") else weights
-            reduced = gradients / 4 if zero.get("zero_quantized_gradients") else gradients
-            in_box = (zero.get("zero_hpz_partition_size") or 1) > 1
-            return [Exchange(forward), Exchange(forward, in_box=in_box), Exchange(reduced)]
+        if self.strategy.endswith(
+            "_plus_plus"
+        ):  # Wang et al. 2023: 8-bit weights, a copy in each box, 4-bit gradients
+            return [Exchange(weights / 2), Exchange(weights / 2, in_box=True), Exchange(gradients / 4)]
+        if self.shards_weights:
+            return [Exchange(weights), Exchange(weights), Exchange(gradients)]
         if self.shards_gradients:  # they go to their owner after every micro-batch
             return [Exchange(gradients), Exchange(gradients, per_step=True)]
         return super().exchanged(weights, gradients)

@@ -127,3 +127,8 @@ def time_text(seconds: float) -> str:
 def two_digits(value: float) -> str:
     """A predicted figure with as many digits as it is worth."""
     return f"{float(f'{value:.2g}'):,.10g}"
+
+
+def within(error: float | None) -> str:
+    """The share by which a predicted figure may be off, as it follows the figure."""
+    return "not compared with any run" if error is None else f"±{error:.0%}"

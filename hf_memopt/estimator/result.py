@@ -45,6 +45,7 @@ class Estimate:
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
+    speed_kind: str | None = None
     speed_error: float | None = None
     timeline: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 

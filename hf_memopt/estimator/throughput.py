@@ -10,6 +10,7 @@ from hf_memopt.estimator.accounting.work import extended
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.speed import has_rates, kernel_seconds, peak_rate
+from hf_memopt.estimator.speed_errors import describe_error, find_error, job_kind
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
 from hf_memopt.estimator.training_fields import settle_engine
@@ -31,13 +32,16 @@ class Throughput:
             They are counted: matmuls and attention of forward and backward, without what checkpointing computes a
             second time and without the masked half of causal attention. Frozen weights have no gradients, so LoRA
             counts about 4 FLOPs a weight and token where full training counts 6 (6N of Kaplan et al. 2020).
-        speed_error: share by which nine of ten predictions were off at most, where they were compared.
+        speed_kind: the kind of the job (speed_errors.job_kind).
+        speed_error: share by which nine of ten predictions of that kind were off at most; None where none was made
+            of a published run.
     """
 
     step_seconds: float
     tokens_per_second: float | None
     mfu: float | None
-    speed_error: float
+    speed_kind: str
+    speed_error: float | None
 
 
 def counted_job(job: Job) -> Job | None:
@@ -83,11 +87,13 @@ def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[T
     seconds = StepTime.of(job, outside + layer * layers, loaded).seconds(step)
     flops = sum(count * kernel.flops for kernel, count in kernels.items() if not kernel.recomputed) / micro_batches
     peak, tokens = peak_rate(job.device), job.micro_batch_tokens
+    error = find_error(kind := job_kind(job), job.device)
     return Throughput(
         step_seconds=seconds,
         tokens_per_second=tokens and tokens * accumulation * job.world_size / seconds,
         mfu=peak and accumulation * flops / seconds / peak,
-        speed_error=constant("speed_error", job.device).value,
+        speed_kind=kind,
+        speed_error=error and error.error,
     )
 
 
@@ -142,7 +148,7 @@ def unknown_speed(job: Job) -> str | None:
     bf16 = fields.get("bf16") or (job.dtype == "bfloat16" and not fields.get("fp16"))
     if bf16 and not device.native_bf16:
         return f"not predicted: {device.label} emulates bf16"
-    if not (bf16 or fields.get("fp16") or job.dtype == "float16"):
+    if device.backend != "mps" and not (bf16 or fields.get("fp16") or job.dtype == "float16"):
         return "not predicted for 32-bit matmuls; with bf16=true or fp16=true it is"
     return None
 
@@ -159,8 +165,9 @@ def unknown_rates(device: Hardware) -> str | None:
     return f"the {' and '.join(missing)} of {device.label} {'are' if missing[1:] else 'is'} unknown; {remedy}"
 
 
-def speed_note(device: Hardware) -> str | None:
-    """The basis of a device's speed; for plans also how they choose where nothing is known of it."""
+def speed_note(device: Hardware, kind: str) -> str:
+    """The basis of the speed of a kind of jobs (speed_errors); for plans also how they choose where nothing is known
+    of the device's."""
     if reason := unknown_rates(device):
         ratio = constant("flops_per_byte", device).value
         return f"speed: {reason}. A plan ranks as if it computed {ratio:.0f} FLOP for every byte that it reads"
@@ -168,5 +175,4 @@ def speed_note(device: Hardware) -> str | None:
     rates = [show(name, file.constants[name]) for name in SPEEDS if name in file.constants] if file else []
     if rates:
         return f"speed: {', '.join(rates)}: {file.source}"
-    error = constant("speed_error", device)
-    return f"speed: ±{error.value:.0%} is {error.source}"
+    return f"speed: {describe_error(kind, device)}"

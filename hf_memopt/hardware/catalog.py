@@ -171,7 +171,7 @@ def _with_rates(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry of a series with the rates and sources that follow from the series."""
     if "fp16_per_fp32" in entry and "fp32_tflops" in entry:
         entry["fp16_tflops"] = entry["fp32_tflops"] * entry["fp16_per_fp32"]
-    if entry.get("vendor") == "amd" and entry.get("native_bf16") and "fp16_tflops" in entry:
+    if entry.get("vendor") in ("amd", "apple") and entry.get("native_bf16") and "fp16_tflops" in entry:
         entry.setdefault("bf16_tflops", entry["fp16_tflops"])
     linked = entry.get("vendor") != "apple" and not entry.get("unified_memory")
     if linked and entry["host_link"] is not None:

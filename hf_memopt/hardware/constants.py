@@ -12,6 +12,9 @@ _CUDA = ("cuda", "rocm")
 _FITTED = "fitted to published speeds on an A100 (benchmarks/speed_published.py)"
 
 
+_BEST = (
+    "stas00/ml-engineering, compute/accelerator/README.md; as far below it as an A100's 0.8 is below its 271 of 312"
+)
 _FITTED_ADAPTERS = (
     "fitted to half of PEFT's published speeds on an L40S (benchmarks/speed_published.py: short batches of adapters)"
 )
@@ -27,6 +30,7 @@ class Constant:
         backends: for which the row holds; None: for all.
         capability: lowest and highest CUDA compute capability for which it holds; None: all.
         architectures: AMD's gfx targets for which it holds; None: all.
+        devices: names of the catalog for which it holds; None: all.
     """
 
     name: str
@@ -37,10 +41,13 @@ class Constant:
     backends: tuple[str, ...] | None = None
     capability: tuple[float, float] | None = None
     architectures: tuple[str, ...] | None = None
+    devices: tuple[str, ...] | None = None
 
     def applies_to(self, device: Hardware) -> bool:
         """True if the row holds for a device."""
         if self.backends is not None and device.backend not in self.backends:
+            return False
+        if self.devices is not None and device.name not in self.devices:
             return False
         if self.architectures is not None and device.architecture not in self.architectures:
             return False
@@ -126,6 +133,13 @@ TABLE = (
     ),
     Constant(
         name="matmul_efficiency",
+        value=0.58,
+        unit="share of the catalog's rate",
+        source=f"an MI325X reaches 785 of 1307 TFLOP/s at best: {_BEST}",
+        devices=("mi325x",),
+    ),
+    Constant(
+        name="matmul_efficiency",
         value=0.5,
         unit="share of the catalog's rate",
         source="of an MI300X: 620 of 1307 TFLOP/s in bf16 (SemiAnalysis, MI300X vs H100 vs H200 benchmark part 1, "
@@ -135,16 +149,38 @@ TABLE = (
     ),
     Constant(
         name="matmul_efficiency",
-        value=0.6,
+        value=0.58,
         unit="share of the catalog's rate",
-        source="assumed of gfx950 as far below the 1565 of 2300 TFLOP/s that an MI355X reaches at best "
-        "(stas00/ml-engineering, compute/accelerator/README.md) as an A100's is below its 271 of 312",
+        source=f"an MI355X reaches 1565 of 2500 TFLOP/s at best: {_BEST}",
         backends=("rocm",),
         architectures=("gfx950",),
     ),
     Constant(
         name="matmul_efficiency",
-        value=0.78,
+        value=0.74,
+        unit="share of the catalog's rate",
+        source=f"an H100 reaches 795 of 989 TFLOP/s at best: {_BEST}",
+        backends=("cuda",),
+        capability=(9.0, 9.9),
+    ),
+    Constant(
+        name="matmul_efficiency",
+        value=0.71,
+        unit="share of the catalog's rate",
+        source=f"a B200 reaches 1745 of 2250 TFLOP/s at best: {_BEST}",
+        backends=("cuda",),
+        capability=(10.0, 11.9),
+    ),
+    Constant(
+        name="matmul_efficiency",
+        value=0.7,
+        unit="share of the catalog's rate",
+        source="of an M4 Max: 12.3 to 14.8 of 18.4 TFLOP/s (zzc0721/torch-performance-test-data issue 65)",
+        backends=("mps",),
+    ),
+    Constant(
+        name="matmul_efficiency",
+        value=0.8,
         unit="share of the catalog's rate",
         source=f"{_FITTED}: beside the time in which the matmul reads and writes",
     ),
@@ -203,9 +239,10 @@ TABLE = (
     ),
     Constant(
         name="fp32_matmul_share",
-        value=1 / 4,
+        value=0.19,
         unit="share of the 16-bit rate",
-        source="L40S: 91.6 of 362 TFLOP/s, A10: 31.2 of 125 (NVIDIA's datasheets); GeForce cards reach half",
+        source="in torch: A40 23.7 of 122, RTX PRO 6000 79 of 417 TFLOP/s (zzc0721/torch-performance-test-data "
+        "issues 185 and 161); GeForce cards, whose 16-bit rate is half, reach 0.33 (RTX 5070: issue 102)",
         backends=("cuda",),
     ),
     Constant(
@@ -372,13 +409,6 @@ TABLE = (
         value=15.75 * GB,
         unit="bytes/s",
         source="PCIe 3.0 x16 (PCI-SIG base specification), where the catalog knows none",
-    ),
-    Constant(
-        name="speed_error",
-        value=0.2,
-        unit="share",
-        source="the error that nine of ten published runs on an A100 and an L40S stayed within, to which no constant "
-        "was fitted, in steps of 5 % (benchmarks/results/speed_published.json); other cards were not compared",
     ),
     Constant(
         name="step_time_ratio",

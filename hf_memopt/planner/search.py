@@ -1,5 +1,6 @@
 """The search: for every profile, the fastest choice whose estimate fits its share of the device."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -13,6 +14,9 @@ from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.sketch import Sketch, caution
 
+# Choices whose times differ by less are ranked wrong too often to take one for its gain: half of all pairs of
+# published runs of one model on one card are off by this much against each other (benchmarks/speed_published.py).
+NEIGHBOURS = 1.02
 _OPTIMISM = 1.01  # a choice is tried where its sketch exceeds the budget by no more than this
 _ROUNDS = 8
 _FAILURES = 3  # so many choices, and it is not the choice
@@ -157,13 +161,23 @@ class Search:
     def _pick(
         self, budget: int, sure: bool = False, condition: Callable[[Choice], bool] = lambda choice: True
     ) -> Choice | None:
-        for choice in filter(condition, self.choices):
+        def may_fit(choice: Choice) -> bool:
             if choice in self.estimates:
-                if self.fits(choice, budget):
-                    return choice
-            elif not sure and self.needs(choice) <= budget * _OPTIMISM:
-                return choice
-        return None
+                return self.fits(choice, budget)
+            return not sure and self.needs(choice) <= budget * _OPTIMISM
+
+        fitting = (choice for choice in filter(condition, self.choices) if may_fit(choice))
+        if (fastest := next(fitting, None)) is None:
+            return None
+        limit = self._rank[fastest] * NEIGHBOURS
+        near = itertools.takewhile(lambda choice: self._rank[choice] <= limit, fitting)
+        return min((fastest, *near), key=self._price)
+
+    def _price(self, choice: Choice) -> tuple:
+        """What a choice costs beside time, the dearest first: rounding and host memory, an engine, features,
+        micro-batches, memory."""
+        features = (choice.complexities, not choice.engine.plain, choice.levers)
+        return (*features, choice.accumulation, self.needs(choice))
 
     def fits(self, choice: Choice, budget: int) -> bool:
         """True if a choice fits by its estimate, or else by its sketch."""

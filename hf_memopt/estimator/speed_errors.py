@@ -1,0 +1,58 @@
+"""How far predicted speeds were off published ones, by kind of job and family of cards.
+
+From rows to which no constant was fitted and whose software the trace has (benchmarks/results/speed_published.json;
+tests/test_speed.py compares). Where there is no such row, a prediction was compared with nothing.
+"""
+
+from dataclasses import dataclass
+
+from hf_memopt.estimator.job import Job
+from hf_memopt.hardware.catalog import DEVICES_PER_HOST, Hardware, box_of
+
+SHORT = 2048  # tokens of a micro-batch, below which launching takes longer than computing with adapters
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+DENSE, MOE, ADAPTERS = "dense models", "mixtures of experts", "adapters in short batches"
+PCIE, NODES = "models sharded over PCIe", "several nodes"
+
+
+@dataclass(frozen=True)
+class SpeedError:
+    """The error that nine of ten runs of a kind stayed within, in steps of 5 %."""
+
+    kind: str
+    architecture: str
+    error: float
+    runs: int
+
+
+ERRORS = (SpeedError(DENSE, "8.0", 0.2, 0),)
+
+
+def job_kind(job: Job) -> str:
+    """The kind of a job, by what bounds its speed."""
+    if job.world_size > DEVICES_PER_HOST:
+        return NODES
+    box = box_of(job.device)
+    if job.engine.shards_weights and not (box.switched or box.meshed):
+        return PCIE
+    if any(getattr(job.config.get_text_config(), name, None) for name in _EXPERTS):
+        return MOE
+    if job.peft_config is not None and (job.micro_batch_tokens or SHORT) < SHORT:
+        return ADAPTERS
+    return DENSE
+
+
+def find_error(kind: str, device: Hardware) -> SpeedError | None:
+    """The error of a kind of jobs on a family of cards; None where no such run was compared."""
+    rows = (row for row in ERRORS if row.kind == kind and row.architecture == device.architecture)
+    return next(rows, None)
+
+
+def describe_error(kind: str, device: Hardware) -> str:
+    """What predicted speeds rest on, in a sentence."""
+    if row := find_error(kind, device):
+        return (
+            f"±{row.error:.0%} is the error that nine of ten of {row.runs} published runs of {kind} on cards of "
+            f"architecture {row.architecture} stayed within (benchmarks/results/speed_published.json)"
+        )
+    return f"predicted for {kind} on {device.label}, which was not compared with any run"
