@@ -127,10 +127,17 @@ def _from_config(settings: ModelSettings, distribute: Callable | None):
     return model
 
 
-def _uninitialized():
-    from transformers.initialization import no_init_weights
+@contextmanager
+def _uninitialized() -> Iterator[None]:
+    """No weight is initialized. transformers' functions return nothing then, of which peft's PVERA and RandLoRA make
+    more; these return their tensor, as torch's do."""
+    from torch.nn import init
+    from transformers.initialization import TORCH_INIT_FUNCTIONS, no_init_weights
 
-    return no_init_weights()
+    with no_init_weights():  # which puts torch's back
+        for name in TORCH_INIT_FUNCTIONS:
+            setattr(init, name, lambda tensor, *args, **kwargs: tensor)
+        yield
 
 
 def _untied():
