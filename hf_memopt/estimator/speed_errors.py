@@ -63,7 +63,7 @@ def describe_error(kind: str, device: Hardware) -> str:
     """What predicted speeds rest on, in a sentence."""
     if row := find_error(kind, device):
         return (
-            f"±{row.error:.0%} is what nine of ten published runs of {kind} stayed within, {row.runs} of them on cards "
-            f"of architecture {row.architecture} (benchmarks/results/speed_published.json)"
+            f"±{row.error:.0%} is what nine of ten published runs of {kind} stayed within, {row.runs} of them on "
+            f"cards of architecture {row.architecture} (benchmarks/results/speed_published.json)"
         )
     return f"predicted for {kind} on {device.label}, which was not compared with any run"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from hf_memopt.hardware.attention import flash_attention
 from hf_memopt.hardware.catalog import Hardware
 
-# Keys at which a kernel reaches half of its rate: FlashAttention-2 and 3 and cuDNN on an H100, heads of 128, from 512
-# to 16k keys, follow keys / (keys + 200) within 8 %.
+# Keys that a query sees at which a kernel reaches half of its rate: with heads of 128 on an H100, causal curves of
+# FlashAttention-2 and cuDNN follow keys / (keys + 200) within 7 % (tests/test_attention_rates.py).
 HALF = 200
 EFFICIENT = "memory-efficient"  # what torch takes for 32 bits, for masks, and before Ampere
 CUDNN = "cuDNN"  # what torch 2.11 and later take on Hopper and B200, with masks too (transformers PR 48163)
