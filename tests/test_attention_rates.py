@@ -3,7 +3,7 @@
 import pytest
 
 from hf_memopt.hardware import get_hardware
-from hf_memopt.hardware.attention_rates import CUDNN, EFFICIENT, OTHER, RATES, attention_kernel, attention_rate
+from hf_memopt.hardware.attention_rates import CUDNN, EFFICIENT, OTHER, attention_kernel, attention_rate, rates
 
 FLASH_2, FLASH_3 = "flash_attention_2", "flash_attention_3"
 # Card, kernel, head size, backward, TFLOP/s by the number of keys that a query sees (half under a causal mask).
@@ -65,4 +65,4 @@ def test_every_card_has_a_rate_for_what_it_runs():
         for element in (2, 4):
             kernel = attention_kernel(device, None, element, False)
             assert 0 < attention_rate(device, kernel, element, 512, 4096, True) < 1
-    assert all(row.source for row in RATES)
+    assert all(row.source for row in rates())

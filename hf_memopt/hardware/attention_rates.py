@@ -5,9 +5,10 @@ FlashAttention-3 paper (Shah et al. 2024, H100) and 4 to 7 of FlashAttention-2's
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 from hf_memopt.hardware.attention import flash_attention
-from hf_memopt.hardware.catalog import Hardware
+from hf_memopt.hardware.catalog import Hardware, catalog_tables
 
 # Keys that a query sees at which a kernel reaches half of its rate: with heads of 128 on an H100, causal curves of
 # FlashAttention-2 and cuDNN follow keys / (keys + 200) within 7 % (tests/test_attention_rates.py).
@@ -38,57 +39,10 @@ class AttentionRate:
     head_size: int = 512
 
 
-_FA3 = "Shah et al. 2024 (FlashAttention-3), figures 5 and 6: H100"
-_FA2 = "Dao 2023 (FlashAttention-2), figures 5 and 6: A100"
-_XFORMERS = "A100: facebookresearch/xformers PR 389 (forward, heads of 128), 557 and 587 (backward)"
-_FLASH_2, _FLASH_3, _FLASH_4 = "flash_attention_2", "flash_attention_3", "flash_attention_4"
-# The first row that fits counts.
-RATES = (
-    AttentionRate(kernel=_FLASH_2, lowest=9, highest=9.9, head_size=64, forward=0.33, backward=0.30, source=_FA3),
-    AttentionRate(kernel=_FLASH_2, lowest=9, highest=9.9, head_size=128, forward=0.35, backward=0.33, source=_FA3),
-    AttentionRate(
-        kernel=_FLASH_2, lowest=9, highest=9.9, forward=0.32, backward=0.26, source=f"{_FA3}; backward assumed"
-    ),
-    AttentionRate(
-        kernel=_FLASH_2,
-        lowest=10,
-        highest=11.9,
-        forward=0.17,
-        backward=0.15,
-        source="B200, heads of 64: Dao-AILab/flash-attention issue 1589",
-    ),
-    AttentionRate(
-        kernel=_FLASH_2,
-        lowest=8.6,
-        forward=0.74,
-        backward=0.7,
-        source="RTX A5000, heads of 64: gpu-mode/ring-attention issue 10; assumed of other desktop architectures",
-    ),
-    AttentionRate(kernel=_FLASH_2, head_size=64, forward=0.62, backward=0.54, source=_FA2),
-    AttentionRate(kernel=_FLASH_2, forward=0.7, backward=0.61, source=_FA2),
-    AttentionRate(kernel=_FLASH_3, head_size=64, forward=0.50, backward=0.48, source=_FA3),
-    AttentionRate(kernel=_FLASH_3, head_size=128, forward=0.65, backward=0.57, source=_FA3),
-    AttentionRate(kernel=_FLASH_3, forward=0.7, backward=0.57, source=f"{_FA3}; backward as of heads of 128"),
-    AttentionRate(kernel=CUDNN, highest=9.9, head_size=64, forward=0.42, backward=0.43, source=_FA3),
-    AttentionRate(kernel=CUDNN, highest=9.9, forward=0.58, backward=0.52, source=_FA3),
-    AttentionRate(kernel=CUDNN, forward=0.6, backward=0.5, source="assumed of Blackwell: as on Hopper"),
-    AttentionRate(kernel=_FLASH_4, forward=0.6, backward=0.5, source="assumed: as cuDNN on Blackwell"),
-    AttentionRate(kernel=EFFICIENT, highest=8.9, forward=0.35, backward=0.19, source=_XFORMERS),
-    AttentionRate(
-        kernel=EFFICIENT, forward=0.17, backward=0.09, source="assumed: half of an A100's share, whose kernel it is"
-    ),
-    AttentionRate(kernel=EFFICIENT, element=4, highest=8.9, forward=0.083, backward=0.047, source=_XFORMERS),
-    AttentionRate(
-        kernel=EFFICIENT,
-        element=4,
-        forward=0.041,
-        backward=0.023,
-        source="assumed: half of an A100's share, whose kernel it is",
-    ),
-    AttentionRate(
-        kernel=OTHER, forward=0.45, backward=0.45, source="assumed: as far below an MI300X's matmuls as on an A100"
-    ),
-)
+@cache
+def rates() -> list[AttentionRate]:
+    """The catalog's rows; the first that fits counts."""
+    return [AttentionRate(**row) for row in catalog_tables()["attention"]]
 
 
 def attention_kernel(device: Hardware, implementation: str | None, element: int, masked: bool) -> str:
@@ -106,7 +60,7 @@ def attention_kernel(device: Hardware, implementation: str | None, element: int,
         return EFFICIENT
     if 9 <= device.capability < 11:
         return CUDNN
-    return EFFICIENT if masked else _FLASH_2
+    return EFFICIENT if masked else "flash_attention_2"
 
 
 def attention_rate(device: Hardware, kernel: str, element: int, head_size: int, keys: int, backward: bool) -> float:
@@ -117,7 +71,7 @@ def attention_rate(device: Hardware, kernel: str, element: int, head_size: int, 
     """
     row = next(
         row
-        for row in RATES
+        for row in rates()
         if row.kernel == kernel
         and row.element == (element if kernel == EFFICIENT else 2)
         and row.lowest <= device.capability <= row.highest

@@ -133,20 +133,21 @@ def box_of(device: Hardware) -> Box:
 @functools.cache
 def _boxes() -> dict[str, Box]:
     """Name of a device -> its box."""
-    rows = [dict(row) for row in _tables()["boxes"]]
+    rows = [dict(row) for row in catalog_tables()["boxes"]]
     boxes = [(row.pop("cards"), Box(**{**row, "adapter": row["adapter"] * GB})) for row in rows]
     return {name: box for names, box in boxes for name in names}
 
 
 @functools.cache
-def _tables() -> dict[str, Any]:
+def catalog_tables() -> dict[str, Any]:
+    """The content of catalog.toml."""
     return tomllib.loads((Path(__file__).parent / "catalog.toml").read_text(encoding="utf-8"))
 
 
 @functools.cache
 def catalog() -> dict[str, Hardware]:
     """Every device of catalog.toml, by name."""
-    tables = _tables()
+    tables = catalog_tables()
     entries = tables["devices"] | {key: row for series in tables["series"] for key, row in _rows(series)}
     return {name: _build(name, entry, tables["vendors"]) for name, entry in entries.items()}
 
