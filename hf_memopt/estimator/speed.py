@@ -1,8 +1,9 @@
 """Seconds that a step's kernels take on a device: a roofline with what published training runs reach of it.
 
 A matmul takes its FLOPs at the device's rate and then its bytes at the memory's, any other kernel the longer of the
-two, and none less than a launch. What fits the device's cache does not wait for its memory. The constants are in
-hardware.constants; benchmarks/speed_published.py compares the result with published speeds.
+two, and none less than a launch. Fused attention has a rate of its own (hardware.attention_rates), and what fits the
+device's cache moves at the cache's. The host launches kernels meanwhile. The constants are in hardware.constants;
+benchmarks/speed_published.py compares the result with published speeds.
 """
 
 from collections import Counter
@@ -36,7 +37,7 @@ def kernel_seconds(
 
     Args:
         attention: the model's `attn_implementation`.
-        cached: what fits the device's cache does not wait for its memory.
+        cached: what fits the device's cache moves at its rate.
     """
     ratio = constant("step_time_ratio", device).value
     micro, optimizer = (
@@ -49,7 +50,7 @@ def kernel_seconds(
 
 
 def _total(kernels: dict[Kernel, int], device: Hardware, attention: str | None, cached: bool) -> float:
-    rate, bandwidth = _rate(device), memory_rate(device)
+    rate, matmuls, bandwidth = _rate(device), _matmul_rate(device), memory_rate(device)
     exposed = constant("exposed_matmul_traffic", device).value
     wide = constant("fp32_matmul_share", device).value
     cache = (device.cache or constant("cache_bytes", device).value) if cached else 0
@@ -59,11 +60,11 @@ def _total(kernels: dict[Kernel, int], device: Hardware, attention: str | None, 
     for kernel, count in kernels.items():
         moving = kernel.bytes / bandwidth / (1 if kernel.bytes > cache else faster)
         if kernel.matmul:
-            computing = kernel.flops / (_matmul_rate(device) * (wide if kernel.matmul == 4 else 1)) + exposed * moving
+            computing = kernel.flops / (matmuls * (wide if kernel.matmul == 4 else 1)) + exposed * moving
         elif kernel.attention:
             computing = kernel.flops / (rate * _attention_share(kernel.attention, device, attention))
         else:
-            computing = kernel.flops / _matmul_rate(device)
+            computing = kernel.flops / matmuls
         seconds += count * max(computing, moving, launch)
     return seconds
 
