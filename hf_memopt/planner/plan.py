@@ -176,8 +176,8 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
 
 
 def _in_bf16(request: JobSpec, searches: dict, rejected: list[Rejected], say) -> Plan | None:
-    """The plan of full fine-tuning with bf16 weights where it does not fit with the preset's fp32 ones and the user left
-    their dtype open; None where that does not help. Another tool's file has words of its own for it."""
+    """The plan of full fine-tuning with bf16 weights, where it does not fit with the preset's fp32 ones and the user
+    left their dtype open; None where that does not help. Another tool's file has words of its own for it."""
     if [*searches] != ["full"] or request.dtype is not None or request.tool:
         return None
     preset = searches["full"][0].preset
