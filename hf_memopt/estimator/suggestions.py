@@ -1,5 +1,6 @@
 """Changes to propose to a job: which save the most memory, and which together make it fit, by estimates of each."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import one_by_one
+from hf_memopt.estimator.trainer_job import TrainerJob, check_held
 from hf_memopt.estimator.training_fields import settle_engine
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.change import Change
@@ -77,10 +79,10 @@ def largest_savings(job: Job, estimate: Estimate, count: int = 3, map_fn=one_by_
     Args:
         map_fn: as for estimate_jobs().
     """
-    changes = [
-        (change.written(settings), changed_job(job, settings))
-        for change, settings in proposals(job_facts(job), ESTIMATED)
-    ]
+    changes = []
+    for change, settings in proposals(job_facts(job), ESTIMATED):
+        with contextlib.suppress(InputError):  # what the job's trainer does not take
+            changes.append((change.written(settings), changed_job(job, settings)))
     savings = _estimated(changes, estimate, map_fn)
     return sorted(savings, key=lambda saving: -saving.saved_bytes)[:count]
 
@@ -138,7 +140,7 @@ def _changed(job: Job, changes: Sequence[Change]) -> tuple[Job, list[str]]:
             continue
         try:
             job = changed_job(job, settings)
-        except InputError:  # a device that the catalog lacks has no presets
+        except InputError:  # a device without presets, an engine that does not take the trainer's other models
             continue
         name = next(iter(settings))
         texts[name] = f"--strategy {settings['strategy']}" if name == "strategy" else change.written(settings)
@@ -194,6 +196,8 @@ def changed_job(job: Job, settings: Mapping[str, Any]) -> Job:
         changed["video"] = job.video.halved()
     if "strategy" in settings:
         fields, engine = settle_engine(changed["fields"], settings["strategy"], job.world_size)
+        if isinstance(job, TrainerJob):
+            check_held(job.trainer, engine)
         changed |= {"fields": fields, "engine": engine, "rank": engine.peak_rank(job.world_size)}
     if "method" in settings:
         changed |= _of_method(job, changed["fields"], settings["method"])
