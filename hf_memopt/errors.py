@@ -5,6 +5,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from hf_memopt.other_names import meant_by, plain_word
 from hf_memopt.redaction import redact_argv, redact_text
 from hf_memopt.terminal import plain
 
@@ -72,7 +73,7 @@ class StartAgain(Exception):
 
 
 def choose(kind: str, name: str, names: Iterable[str]) -> InputError:
-    """The error for an unknown name: the closest known one first, then all of them.
+    """The error for an unknown name: first the one that is meant or closest, then all of them.
 
     Args:
         kind: what the name stands for, e.g. "preset".
@@ -80,15 +81,18 @@ def choose(kind: str, name: str, names: Iterable[str]) -> InputError:
         names: the accepted names.
     """
     names = sorted(names)
-    close = closest(name, names)
-    hint = f" Did you mean {close!r}?" if close else ""
+    close = meant_by(kind, name, names) or closest(name, names)
+    hint = f" Did you mean {repr(close) if close in names else close}?" if close else ""
     listed = "" if len(names) > 40 else f" Known: {', '.join(names)}."
     return InputError(f"unknown {kind} {brief(name)}.{hint}{listed}")
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most like another one; None if none is like it."""
-    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=0.5)
+    known, word = list(known), plain_word(str(name)[:_LONGEST])
+    if same := next((other for other in known if word and plain_word(other) == word), None):
+        return same
+    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=0.6)
     return close[0] if close else None
 
 

@@ -156,7 +156,7 @@ def _host():
     ("words", "says"),
     [
         (("plan", "qwen3-8b", "--hardware", "rtx_4090", "--memory", "99"), "RTX 4090 has 23.64 GiB for a job"),
-        (("plan", "qwen3-8b", "--hardware", "rtx_4090", "--task", "ppo"), "did you mean 'dpo'"),
+        (("plan", "qwen3-8b", "--hardware", "rtx_4090", "--task", "ppo"), "did you mean 'grpo'"),
         (("plan", "qwen3-8b", "--hardware", "any", "--prices", "none.toml"), "none.toml: no such file"),
         (("estimate", "qwen3-8b", "--hardware", "any"), "hf-memopt plan MODEL --hardware any"),
     ],

@@ -28,6 +28,7 @@ from hf_memopt.cli.options import (
     positive,
     preset_names,
 )
+from hf_memopt.cli.usage import usage_sentence
 from hf_memopt.contributed import load_contributed
 from hf_memopt.errors import ImpossibleEstimate, IncompatibleLibrary, InputError, one_line
 from hf_memopt.noise import quiet
@@ -53,7 +54,11 @@ app = typer.Typer(
     cls=_Commands,
     help="Predict the memory of a Hugging Face training job, and find the settings that make it fit.",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    # --seq_len is --seq-len: TrainingArguments' fields, which stand beside these options, have underscores.
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
 )
 
 
@@ -431,7 +436,7 @@ def main() -> None:
         # click's usage errors know their own message; anything else is a fault of ours and keeps its traceback.
         if not hasattr(error, "format_message"):
             raise
-        _fail(one_line(ValueError(error.format_message())))
+        _fail(one_line(ValueError(usage_sentence(error))))
 
 
 def _fail(line: str) -> None:

@@ -1,15 +1,17 @@
 """A model's configuration from a hub id, a path or the name of a bundled architecture."""
 
 import difflib
-import functools
 import re
 import tomllib
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from hf_memopt.errors import InputError, as_input_error, brief, one_line
 from hf_memopt.estimator.model_sizes import check_sizes
 from hf_memopt.field_values import check_value
 from hf_memopt.files import check_links
+from hf_memopt.other_names import plain_word
 
 _FOLDER = Path(__file__).parent / "architectures"
 
@@ -51,11 +53,13 @@ def load_config(model):
 def _named_config(model):
     check_value("model", str, model)
     try:
-        exists, bundled = Path(model).exists(), _bundled(str(model))
+        exists, bundled = Path(model).exists(), _names().get(str(model).lower())
     except (OSError, ValueError) as error:  # a name that no file can have
         raise InputError(f"model {brief(str(model))}: {one_line(error)[:80]}") from error
     if bundled and not exists:
-        return read_config(bundled)
+        config = read_config(bundled.path)
+        config.update(bundled.fields)
+        return config
     if exists or "/" in str(model):
         try:
             return read_config(model)
@@ -98,33 +102,47 @@ def read_config(model, trust_remote_code: bool = False):
         raise InputError(f"{where}: its config.json cannot be used: {one_line(error)[:300]}") from error
 
 
-def _bundled(model: str) -> Path | None:
-    """The file of a bundled architecture, by its name, by the hub id in its `source` or by one of the same sizes."""
-    named = _FOLDER / f"{_same_sizes().get(model.lower(), model.lower())}.json"
-    if named.is_file():
-        return named
-    source = f"https://huggingface.co/{model}/"
-    return (
-        next((path for path in sorted(_FOLDER.glob("*.json")) if source in path.read_text(encoding="utf-8")), None)
-        if "/" in model
-        else None
-    )
+@dataclass(frozen=True)
+class _Bundled:
+    """What a name stands for.
+
+    Attributes:
+        path: the file with the sizes.
+        hub_id: of the model that was named.
+        fields: of its config.json that differ from the file's.
+    """
+
+    path: Path
+    hub_id: str
+    fields: dict[str, int] = field(default_factory=dict)
 
 
-@functools.cache
-def _same_sizes() -> dict[str, str]:
-    """Hub id in lower case -> the bundled architecture that has its sizes."""
-    table = tomllib.loads((_FOLDER.parent / "same_sizes.toml").read_text(encoding="utf-8"))
-    return {model.lower(): name for name, models in table.items() for model in models}
+@cache
+def _names() -> dict[str, _Bundled]:
+    """Name -> bundled architecture: files' names, hub ids and these without their owner, in small letters."""
+    names, sources = {}, {}
+    for path in sorted(_FOLDER.glob("*.json")):
+        source = re.search(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", path.read_text(encoding="utf-8"))
+        names[path.stem] = _Bundled(path, source[1] if source else path.stem)
+    for model in list(names.values()):
+        sources[model.hub_id] = model
+    for group in tomllib.loads((_FOLDER / "instruct.toml").read_text(encoding="utf-8")).values():
+        for base, hub_id in group.pop("models").items():
+            sources[hub_id] = names[f"{base}-instruct"] = _Bundled(_FOLDER / f"{base}.json", hub_id, group)
+    for hub_id, model in sources.items():
+        for name in (hub_id.lower(), hub_id.lower().split("/")[-1]):
+            names.setdefault(name, model)
+    same_sizes = tomllib.loads((_FOLDER.parent / "same_sizes.toml").read_text(encoding="utf-8"))
+    for base, copies in same_sizes.items():
+        for hub_id in copies:
+            names.setdefault(hub_id.lower(), _Bundled(_FOLDER / f"{base}.json", hub_id))
+    return names
 
 
 def hub_id(model: str) -> str:
     """The hub id of a bundled architecture; any other name as it is."""
-    named = _FOLDER / f"{str(model).lower()}.json"
-    if Path(model).exists() or not named.is_file():
-        return str(model)
-    source = re.search(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", named.read_text(encoding="utf-8"))
-    return source[1] if source else str(model)
+    bundled = _names().get(str(model).lower())
+    return bundled.hub_id if bundled and not Path(model).exists() else str(model)
 
 
 def _unknown(model, reason: str) -> InputError:
@@ -136,5 +154,6 @@ def _unknown(model, reason: str) -> InputError:
 
 def _nearest_names(model: str) -> list[str]:
     """Return at most three bundled names that look like a name: a hub id by what follows its owner."""
-    name = model.lower().split("/")[-1][:100]
-    return difflib.get_close_matches(name, list_architectures(), n=3, cutoff=0.6)
+    name, known = model.lower().split("/")[-1][:100], list_architectures()
+    longer = [other for other in known if len(name) > 2 and plain_word(other).startswith(plain_word(name))]
+    return list(dict.fromkeys([*longer, *difflib.get_close_matches(name, known, n=3, cutoff=0.6)]))[:3]

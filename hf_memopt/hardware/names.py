@@ -9,7 +9,10 @@ from hf_memopt.errors import InputError, choose
 
 logger = logging.getLogger(__name__)
 # Places and families that people name in the place of a device.
-_ALIASES = {"colab": "t4", "mac": "apple", "macbook": "apple", "mac mini": "apple"}
+_ALIASES = {"colab": "t4", "mps": "apple", "metal": "apple", "apple silicon": "apple"}
+# They may stand before a device's own name ("colab t4", "MacBook Air M2"), which then says it all.
+_PLACE = re.compile(r"^(?:google )?(?:colab|kaggle)[ _-]+(?!pro)(?=\S)")
+_MAC = re.compile(r"^(?:apple )?i?mac(?:book)?(?:[ _-]*(?:air|pro|mini|studio))?(?![a-z])")
 
 # What a vendor or driver adds to a product's name, or leaves out of it.
 _BRANDS = {
@@ -25,7 +28,7 @@ _BRANDS = {
     "edition",
     "generation",
 }
-_SIZE = re.compile(r"(\d+)[\s_-]*g(?:i?b)\b")
+_SIZE = re.compile(r"(\d+)[\s_-]*g(?:i?b)?\b")
 
 
 def tokens(name: str) -> frozenset[str]:
@@ -80,13 +83,23 @@ def _say_which(name: str, smallest: str, others: str) -> None:
 
 def candidates(name: str, devices: Mapping) -> list[str]:
     """The catalog's names that a name may stand for: those with all its tokens and the fewest others."""
-    words = tokens(_ALIASES.get(name.strip().lower(), name))
+    plain = _MAC.sub("apple", _PLACE.sub("", name.strip().lower()))
+    words = tokens(_ALIASES.get(plain, plain))
     distances = {
         key: _distance(tokens(key) - words)
         for key, device in devices.items()
         if words and words <= tokens(f"{key} {device.label}")
     }
     return sorted(key for key, distance in distances.items() if distance == min(distances.values()))
+
+
+def counted(name: str) -> tuple[str, int]:
+    """A name without the number of devices in it, and this number: ("H100", 8) of "8x H100" and "H100x8"."""
+    if leading := re.fullmatch(r"(\d+)\s*[x×*]\s*(.+)", name):
+        return leading[2], int(leading[1])
+    if trailing := re.fullmatch(r"(.+?)[_\s]*[x×*]\s*(\d+)", name):
+        return trailing[1], int(trailing[2])
+    return name, 1
 
 
 def _distance(missing: frozenset[str]) -> float:

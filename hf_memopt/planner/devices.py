@@ -1,11 +1,10 @@
 """The preset that stands for the devices of a plan."""
 
-import re
 from dataclasses import replace
 
 from hf_memopt.errors import InputError, choose
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST, catalog
-from hf_memopt.hardware.names import candidates
+from hf_memopt.hardware.names import candidates, counted
 from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.catalog import strategies
 from hf_memopt.presets.preset import with_strategy
@@ -48,12 +47,7 @@ def split_count(hardware: str) -> tuple[str, int]:
     described = hardware.lstrip().startswith("{") or hardware.endswith(".toml")
     if described or hardware == "auto" or candidates(hardware, catalog()):
         return hardware, 1
-    if leading := re.fullmatch(r"(\d+)\s*[x×*]\s*(.+)", hardware):
-        name, devices = leading[2], int(leading[1])
-    elif trailing := re.fullmatch(r"(.+?)[_\s]*[x×*]\s*(\d+)", hardware):
-        name, devices = trailing[1], int(trailing[2])
-    else:
-        return hardware, 1
+    name, devices = counted(hardware)
     if devices < 1:
         raise InputError(f"hardware={hardware}: the number of devices must be at least 1")
     return name, devices

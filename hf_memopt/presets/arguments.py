@@ -66,7 +66,13 @@ def resolve(
 
 
 def _check_texts(values: dict[str, Any]) -> None:
-    """Refuse texts that transformers parses only when training begins, after the model was loaded."""
+    """Refuse texts that transformers parses only when training begins, after the model was loaded, and names whose
+    error would list them all."""
+    from transformers.training_args import OptimizerNames
+
+    names = [member.value for member in OptimizerNames]
+    if isinstance(values.get("optim"), str) and values["optim"] not in names:
+        raise choose("optim", values["optim"], names)
     for name in ("torch_compile_mode", "torch_compile_backend"):
         if values.get("torch_compile") is False and values.get(name):
             raise InputError(f"torch_compile=False and {name}={brief(values[name])}: leave one of the two out")

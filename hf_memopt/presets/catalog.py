@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import shlex
 from dataclasses import replace
 
 from hf_memopt.compatibility.launch import launched_strategy, sequence_parallel_size, world_size
@@ -13,6 +14,8 @@ from hf_memopt.errors import InputError, choose
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware, list_hardware
 from hf_memopt.hardware.allocator import configure_allocator
+from hf_memopt.hardware.catalog import catalog
+from hf_memopt.hardware.names import candidates, counted
 from hf_memopt.presets.build import build_preset, preset_names
 from hf_memopt.presets.environment import PRECISION
 from hf_memopt.presets.preset import METHODS, Preset, retrained, with_strategy
@@ -147,6 +150,13 @@ def _device(name: str) -> Hardware:
     except InputError as error:
         if not str(error).startswith("unknown hardware"):
             raise
+        device, devices = counted(name)
+        if devices > 1 and candidates(device, catalog()):
+            several = ", ".join(sorted(preset for preset in preset_names() if counted(preset)[1] > 1))
+            raise InputError(
+                f"{name} is several devices: the presets for several are {several}; for any others, ask "
+                f"`hf-memopt plan MODEL --hardware {shlex.quote(name)}`"
+            ) from error
         unknown = choose("preset or hardware", name, [*preset_names(), *list_hardware(), "auto"])
         raise InputError(
             f"{unknown} `hf-memopt presets` lists them; another device can be described: see docs/plans.md."

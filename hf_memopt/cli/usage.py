@@ -1,0 +1,32 @@
+"""Usage errors of the commands as one sentence: what was meant by an option or command that there is not."""
+
+import re
+
+from hf_memopt.errors import closest
+from hf_memopt.other_names import meant_by
+
+_UNKNOWN = re.compile(r"No such (option|command):? ?'?(?:--)?([^\s']+)")  # click's and typer's own words
+
+
+def usage_sentence(error) -> str:
+    """The sentence for one of click's usage errors, whose own "possible options" are near in letters only."""
+    message = error.format_message()
+    if not (unknown := _UNKNOWN.match(message)):
+        return message
+    kind, name = unknown.groups()
+    command = error.ctx.command
+    if kind == "command":
+        known = command.list_commands(error.ctx)
+        close = meant_by(kind, name, known) or closest(name, known)
+        return f"no command {name!r}." + (f" Did you mean {close!r}?" if close else f" Commands: {', '.join(known)}.")
+    options = [word for parameter in command.params for word in parameter.opts if word.startswith("--")]
+    sentence = f"{command.name} has no option --{name}."
+    if close := meant_by(kind, name, options):
+        return f"{sentence} Did you mean {close}?"
+    if "--set" in options and (field := meant_by("setting", name, ())):
+        return f"{sentence} Did you mean {field if field.startswith('--') else f'--set {field}=VALUE'}?"
+    if close := closest(f"--{name}", options):
+        return f"{sentence} Did you mean {close}?"
+    if "--set" in options:
+        return f"{sentence} Settings of the training are written --set {name.replace('-', '_')}=VALUE."
+    return f"{sentence} Options: {', '.join(options)}."

@@ -1,0 +1,30 @@
+"""Words that other tools have, or that people remember, for names of this package: proposed, never understood."""
+
+import tomllib
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+
+
+def plain_word(name: str) -> str:
+    """A name without case and separators: what is the same in `Max_Seq-Length` and `max_seq_length`."""
+    return "".join(letter for letter in str(name).lower() if letter.isalnum())
+
+
+def meant_by(kind: str, name: str, known: Collection[str]) -> str | None:
+    """The name that is meant by another tool's, or a phrase that says what to write; None if the word is not known.
+
+    Args:
+        kind: a section of other_names.toml; the fields of configurations and the recipes' arguments are settings.
+        known: the names that are accepted.
+    """
+    is_setting = kind.endswith(" field") or kind.startswith("argument")
+    section = "setting" if is_setting else kind.removeprefix("preset or ")
+    meanings = _table().get(section, {}).get(plain_word(name), ())
+    fitting = (meaning for meaning in meanings if meaning in known or meaning.split()[0] in known)
+    return next(fitting, meanings[-1] if meanings else None)
+
+
+@cache
+def _table() -> dict[str, dict[str, list[str]]]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

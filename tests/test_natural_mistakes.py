@@ -1,0 +1,55 @@
+"""What people type from memory is understood, or answered with what they meant."""
+
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.architectures import hub_id, list_architectures, load_config
+
+MISTAKES = tomllib.loads(Path(__file__).with_name("natural_mistakes.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("line", [line for lines in MISTAKES.values() for line in lines])
+def test_natural_mistake(line, command, recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer = next(lines[line] for lines in MISTAKES.values() if line in lines)
+    words = shlex.split(line)
+    if words[0].endswith(".py"):
+        with pytest.raises(InputError) as refused:
+            recipe(words[0].removesuffix(".py"))(words[1:])
+        assert answer in str(refused.value)
+        return
+    code, out, err = command(*words)
+    if isinstance(answer, dict):
+        assert code == 0 and answer["understood"] in out + err
+    else:
+        assert code == 2 and answer in err.splitlines()[-1]
+        assert not list(tmp_path.iterdir())
+
+
+def test_ten_of_each_kind_of_person():
+    assert [len(lines) for lines in MISTAKES.values()] == [10] * 6
+
+
+@pytest.mark.parametrize(
+    ("name", "identifier", "positions"),
+    [
+        ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", 131072),
+        ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", 131072),
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", 131072),
+        ("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B-Instruct", 32768),
+        ("llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-chat-hf", 4096),
+        ("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", 131072),
+        ("qwen3-8b", "Qwen/Qwen3-8B", 40960),
+    ],
+)
+def test_instruct_models_are_known(name, identifier, positions):
+    assert hub_id(name) == identifier and load_config(name).max_position_embeddings == positions
+
+
+def test_every_bundled_name_stands_for_its_own_file():
+    for name in list_architectures():
+        assert load_config(name).to_dict() == load_config(hub_id(name)).to_dict()
