@@ -338,7 +338,8 @@ def _job(model: Path, *words: str):
 
     out = str(model.parent / "out")
     return jobs.start(
-        jobs.RecipeDefaults(), ["--preset", "cpu", "--model_name_or_path", str(model), "--output_dir", out, *words]
+        jobs.RecipeDefaults(),
+        ["--preset", "cpu", "--model_name_or_path", str(model), "--dataset_name", "none", "--output_dir", out, *words],
     )
 
 

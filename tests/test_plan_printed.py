@@ -58,6 +58,7 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
     parsed = parse(read.training_script_args)
     assert parsed.recipe.method == method and parsed.recipe.effective_batch_size == 64
     assert parsed.recipe.model_name_or_path == "HuggingFaceTB/SmolLM2-135M" == hub_id("smollm2-135m")
+    assert parsed.recipe.dataset_name == "YOUR_DATA.jsonl"  # a placeholder: no model trains on built-in questions
     assert parsed.training["per_device_train_batch_size"] == profile.choice.micro_batch
     assert parsed.memory.levers() == profile.memory_args.levers()
     assert (

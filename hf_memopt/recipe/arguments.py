@@ -52,7 +52,10 @@ class RecipeArguments:
         default=None, metadata={"help": "eager, sdpa, flash_attention_2, … Default: the fastest that works here."}
     )
     dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub name, file (jsonl json csv parquet txt) or folder. Default: built in."}
+        default=None,
+        metadata={
+            "help": "Hub name, file (jsonl json csv parquet txt) or folder. The built-in model has data of its own."
+        },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})

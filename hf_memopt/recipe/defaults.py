@@ -78,6 +78,22 @@ def _with_builtin_model(recipe: RecipeArguments, scratch: bool, folder: Path) ->
     )
 
 
+def check_data(recipe: RecipeArguments, defaults: RecipeDefaults) -> None:
+    """Refuse a model of the user's without data: what is built in would train it on a few questions, unnoticed.
+
+    Args:
+        recipe: as the user gave it, before the defaults.
+    """
+    named = recipe.model_name_or_path or recipe.config_name
+    if recipe.dataset_name is not None or named is None:
+        return
+    if not (Path(named).is_dir() and Path(named).resolve() == defaults.model().resolve()):
+        raise InputError(
+            f"model {named!r} needs your data: pass --dataset_name with a file, folder or hub name (docs/data.md); "
+            "only the built-in model trains on built-in data"
+        )
+
+
 def check_recipe(recipe: RecipeArguments, training: dict[str, Any]) -> None:
     """Raise InputError for arguments that contradict each other."""
     if recipe.model_name_or_path and recipe.config_name:

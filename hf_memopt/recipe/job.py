@@ -32,7 +32,7 @@ from hf_memopt.recipe import preflight
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments, parse
 from hf_memopt.recipe.auto import Planned, plan_here, plans_here, step_down
 from hf_memopt.recipe.cpu_features import quick_cpu_info
-from hf_memopt.recipe.defaults import RecipeDefaults, check_recipe, with_defaults
+from hf_memopt.recipe.defaults import RecipeDefaults, check_data, check_recipe, with_defaults
 from hf_memopt.recipe.resume import keep_finished_run
 from hf_memopt.stack.vocabulary import checkpoints_activations
 from hf_memopt.video.model_parts import not_quantized, train_parts
@@ -126,6 +126,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     own_model = parsed.recipe.model_name_or_path is not None or parsed.recipe.config_name is not None
     recipe, training = with_defaults(parsed, defaults, own_model)
     check_recipe(recipe, training)
+    check_data(parsed.recipe, defaults)
     training = keep_finished_run(recipe, training)
 
     engine = resolve_engine(training)
