@@ -57,7 +57,7 @@ def smallest(kind: str, preset_name: str, model: str, method: str) -> dict:
 def cards():
     for kind, preset in (("gpu", "a100_80gb"), ("mps", "apple_m4_max_64gb")):
         for model in JOBS["cards"]["models"]:
-            for method in ("full", "lora") if kind == "mps" else ("full", "lora", "qlora"):
+            for method in ("full", "lora", "qlora"):
                 yield smallest(kind, preset, model, method)
     for name in JOBS["cards"]["cards"]:
         card = get_hardware(name)

@@ -183,6 +183,17 @@ def test_doctor_names_the_versions_that_the_tests_pass_with():
 
 
 @pytest.mark.slow
+def test_doctor_says_when_bitsandbytes_is_too_old_for_a_mac(monkeypatch):
+    from hf_memopt import presets
+    from hf_memopt.cli import doctor
+
+    monkeypatch.setattr(presets, "get_preset", lambda name, method: presets.preset_by_name("apple_m2_16gb", method))
+    assert doctor._methods_that_work() == (["full", "lora", "qlora"], [])
+    monkeypatch.setattr(doctor, "has", lambda package, since: False)
+    methods, (problem,) = doctor._methods_that_work()
+    assert methods == ["full", "lora"] and "bitsandbytes 0.50.2 on a Mac" in problem
+
+
 def test_doctor_as_json():
     done = run_forked("hf-memopt", "doctor", "--json")
     assert done.returncode == 0, done.stderr

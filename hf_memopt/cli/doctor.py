@@ -16,7 +16,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.hardware.compiler import abandoned_locks, compiler, has_libaio
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.packages import EXTRAS, how_to_install, is_installed
-from hf_memopt.stack.versions import TRIED, beyond_tried
+from hf_memopt.stack.versions import MPS_4BIT, TRIED, beyond_tried, has
 from hf_memopt.units import gib
 
 # What setup.cfg always installs: without it something is wrong.
@@ -178,7 +178,10 @@ def _methods_that_work() -> tuple[list[str], list[str]]:
     methods, problems = [], []
     for method in METHODS:
         try:
-            check(get_preset("auto", method).setup())
+            preset = get_preset("auto", method)
+            check(preset.setup())
+            if (method, preset.hardware.backend) == ("qlora", "mps") and not has("bitsandbytes", MPS_4BIT):
+                raise InputError(f"method=qlora needs bitsandbytes {MPS_4BIT} on a Mac: pip install -U bitsandbytes")
             methods.append(method)
         except InputError as error:
             problems.append(str(error))

@@ -22,6 +22,8 @@ TRIED = {
 # The first versions of transformers with keys of activation_checkpointing_kwargs.
 EVERY_N_LAYERS = "5.16"
 OFFLOADED_INPUTS = "5.17"  # offload
+# The bitsandbytes whose 4-bit operators run on MPS with torch alone (its pull request 1983).
+MPS_4BIT = "0.50.2"
 
 
 @functools.cache
