@@ -194,6 +194,23 @@ def test_doctor_says_when_bitsandbytes_is_too_old_for_a_mac(monkeypatch):
     assert methods == ["full", "lora"] and "bitsandbytes 0.50.2 on a Mac" in problem
 
 
+@pytest.mark.parametrize(
+    ("system", "release", "says"),
+    [
+        ("Linux", "5.15.167.4-microsoft-standard-WSL2", "share of Windows' memory"),
+        ("Windows", "11", "no NCCL"),
+        ("Linux", "6.8.0-45-generic", None),
+    ],
+)
+def test_doctor_knows_windows_and_wsl(system, release, says, monkeypatch):
+    from hf_memopt.cli import doctor
+
+    monkeypatch.setattr(doctor.platform, "system", lambda: system)
+    monkeypatch.setattr(doctor.platform, "release", lambda: release)
+    notes = doctor._system_notes()
+    assert says in notes[0] if says else notes == []
+
+
 def test_doctor_as_json():
     done = run_forked("hf-memopt", "doctor", "--json")
     assert done.returncode == 0, done.stderr

@@ -98,8 +98,9 @@ def examine(as_json: bool) -> None:
         for name, package in packages
     ]
     print_table("packages", ("package", "version", "tested", "needed for"), rows)
-    for problem in report["problems"]:
-        print(f"problem: {problem}")
+    for kind in ("problem", "note"):
+        for sentence in report[f"{kind}s"]:
+            print(f"{kind}: {sentence}")
 
 
 def _report() -> dict[str, Any]:
@@ -150,7 +151,20 @@ def _report() -> dict[str, Any]:
         },
         "packages": packages,
         "problems": problems,
+        "notes": _system_notes(),
     }
+
+
+def _system_notes() -> list[str]:
+    """What this system limits, that no size of its memory shows."""
+    if "microsoft" in platform.release().lower():
+        return [
+            "WSL sees a share of Windows' memory, half unless memory= in .wslconfig says more, and can pin little of "
+            "it: where pinning fails, dataloader_pin_memory=false (docs/quickstart.md#windows)"
+        ]
+    if platform.system() == "Windows":
+        return ["Windows has no NCCL: one GPU trains; several need WSL or Linux (docs/quickstart.md#windows)"]
+    return []
 
 
 def _refused_predictions(faults, parts) -> list[str]:
