@@ -226,3 +226,12 @@ def test_options_that_do_not_go_together_are_refused(capsys, words, message):
 
 def test_shares_are_those_of_the_profiles():
     assert SHARES[BALANCED] == PLAN_PROFILES["balanced"][1]
+
+
+@pytest.mark.parametrize(("line", "columns"), [('currency = "€"', ["€/h", "cost, €"]), ("", ["price/h", "cost"])])
+def test_amounts_have_the_currency_of_the_file_or_none(line, columns, tmp_path):
+    from hf_memopt.cli.cards import _price_columns
+    from hf_memopt.planner.prices import read_prices
+
+    (tmp_path / "prices.toml").write_text(f"{line}\nt4 = 0.2\n")
+    assert _price_columns(read_prices(str(tmp_path / "prices.toml")).currency) == columns

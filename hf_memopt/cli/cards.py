@@ -72,7 +72,10 @@ def run_cards(spec: JobSpec, options: CardOptions, as_json: bool) -> int:
 def _print_answer(answer, options: CardOptions) -> None:
     print(f"{answer.model}, {answer.effective_batch_size} samples a step of {answer.seq_len} tokens")
     if answer.prices is not None:
-        print(f"prices: {answer.prices.origin}, of one card for an hour; cost: of {_amount(answer)}")
+        print(
+            f"prices: {answer.prices.origin}, of one card for an hour; below, of all cards of a row: an hour, and "
+            f"{_amount(answer)} in total"
+        )
     shown = []
     for method, fits in answer.fits.items():
         if not fits:
@@ -135,7 +138,7 @@ def _table(answer, fits: list) -> tuple[list[str], list[tuple]]:
 
     priced, timed = answer.prices is not None, answer.tokens is not None
     columns = ["card", "fills", "settings", "tokens/s"]
-    columns += ["hours"] * timed + ([f"{answer.prices.currency}/h", "cost"] if priced else [])
+    columns += ["hours"] * timed + (_price_columns(answer.prices.currency) if priced else [])
     rows = []
     for fit in fits:
         mark = ("" if fit.estimated else "≈") + f"{fit.fills:.0%}" + ("!" if fit.is_near and not fit.estimated else "")
@@ -145,6 +148,10 @@ def _table(answer, fits: list) -> tuple[list[str], list[tuple]]:
         row += [_money(fit.price), "?" if fit.cost is None else _money(fit.cost)] if priced else []
         rows.append(tuple(row))
     return columns, rows
+
+
+def _price_columns(currency: str) -> list[str]:
+    return [f"{currency}/h", f"cost, {currency}"] if currency else ["price/h", "cost"]
 
 
 def _brief(choice) -> str:

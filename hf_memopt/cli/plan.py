@@ -8,7 +8,7 @@ from hf_memopt.cli.cards import CardOptions, run_cards
 from hf_memopt.cli.estimate import import_libraries, settle_job
 from hf_memopt.cli.foreign import plan_edits
 from hf_memopt.cli.output import print_json, print_table, progress
-from hf_memopt.cli.speed import AmountOptions, print_profile_speeds, to_dict
+from hf_memopt.cli.speed import AmountOptions, print_profile_speeds, profile_names, to_dict
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for
 from hf_memopt.foreign.source import Source
@@ -155,7 +155,7 @@ def _print_profiles(plan) -> None:
     groups = _by_settings(plan.profiles)
     rows = [
         (
-            " = ".join(profile.name for profile in group),
+            profile_names(group),
             " ".join(f"{profile.share:.0%}" for profile in group),
             group[0].summary,
             size(group[0].estimate.device_bytes),
@@ -176,7 +176,7 @@ def _print_profiles(plan) -> None:
     rows += [
         (kind.replace("_", " "), *(size(profile.estimate.breakdown[kind]) for profile in first)) for kind in kinds
     ]
-    print_table("at the peak", ("memory", *(" = ".join(profile.name for profile in group) for group in groups)), rows)
+    print_table("at the peak", ("memory", *map(profile_names, groups)), rows)
 
 
 def _plain_row(plain) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.cli.output import print_table
+from hf_memopt.levers.arguments import PLAN_PROFILES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +64,23 @@ def print_speed(estimate, took, amount: AmountOptions) -> None:
             parts.append(f"MFU {estimate.mfu:.0%}")
         print(f"speed: {', '.join(parts)}, predicted {within(estimate.speed_error)}")
     if took is not None:
-        cost = "" if took.cost is None else f", cost {two_digits(took.cost)} (at {amount.price:g} a device and hour)"
+        cost = (
+            ""
+            if took.cost is None
+            else f", cost in total {two_digits(took.cost)} (at {amount.price:g} a device and hour)"
+        )
         what = f"{took.tokens:,} tokens" if took.steps is None else f"{took.steps:,} steps of the largest batch"
         print(f"{what}: {time_text(took.seconds)}{cost}, predicted {within(estimate.speed_error)}")
     elif amount.asked:
         print("time and cost: unknown, see the note on speed")
+
+
+def profile_names(group: list) -> str:
+    """The profiles with the same settings, in words."""
+    names, known = [profile.name for profile in group], list(PLAN_PROFILES)
+    if len(names) == 1 or names[-1] != known[-1]:
+        return ", ".join(names)
+    return "every profile" if names == known else f"{names[0]} and above"
 
 
 def print_profile_speeds(groups: list[list], amount: AmountOptions, seq_len: int, devices: int) -> None:
@@ -89,9 +102,9 @@ def print_profile_speeds(groups: list[list], amount: AmountOptions, seq_len: int
         speeds = [two_digits(estimate.tokens_per_second), mfu, time_text(estimate.step_seconds)]
         if took := amount.time_and_cost(estimate, seq_len, devices):
             speeds += [time_text(took.seconds), *([] if took.cost is None else [two_digits(took.cost)])]
-        rows.append((" = ".join(profile.name for profile in group), *speeds))
+        rows.append((profile_names(group), *speeds))
     heads = ["profile", "tokens/s", "MFU", "a step"]
     if tokens := amount.read().count_tokens(seq_len):
-        price = [] if amount.price is None else [f"cost at {amount.price:g} a device and hour"]
+        price = [] if amount.price is None else [f"cost in total at {amount.price:g} a device and hour"]
         heads += [f"{tokens:,} tokens", *price]
     print_table(f"speed, predicted {within(first[0].speed_error)}", tuple(heads), rows)

@@ -138,7 +138,7 @@ class CardChoice:
             "seq_len": self.seq_len,
             "effective_batch_size": self.effective_batch_size,
             "tokens": self.tokens,
-            "currency": None if self.prices is None else self.prices.currency,
+            "currency": (self.prices and self.prices.currency) or None,
             "cards": [fit.to_dict() for fit in self],
             "first": {method: fits[0].name for method, fits in self.fits.items() if fits},
             "instead": [fit.to_dict() for fit in self.instead],

@@ -26,7 +26,7 @@ class Prices:
     """
 
     per_hour: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    currency: str = "$"
+    currency: str = ""
     origin: str = ""
 
 
@@ -43,8 +43,8 @@ def read_prices(path: str) -> Prices:
         raise InputError(
             f"{path}: not TOML ({one_line(error)}); write a line for each card, as in {_EXAMPLE}"
         ) from error
-    currency = table.pop("currency", "$")
-    if not isinstance(currency, str) or not 0 < len(currency) <= 4:
+    currency = table.pop("currency", "")
+    if not isinstance(currency, str) or len(currency) > 4:
         raise InputError(f'{path}: currency={brief(currency)} must be at most four characters, as in "€" or "USD"')
     per_hour: dict[str, float] = {}
     for name, price in table.items():
