@@ -92,7 +92,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     known, word = list(known), plain_word(str(name)[:_LONGEST])
     if same := next((other for other in known if word and plain_word(other) == word), None):
         return same
-    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=0.6 if len(word) > 3 else 0.5)
     return close[0] if close else None
 
 
