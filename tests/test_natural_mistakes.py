@@ -53,3 +53,19 @@ def test_instruct_models_are_known(name, identifier, positions):
 def test_every_bundled_name_stands_for_its_own_file():
     for name in list_architectures():
         assert load_config(name).to_dict() == load_config(hub_id(name)).to_dict()
+
+
+@pytest.mark.parametrize("name", ["sft", "video_sft", "dpo", "grpo", "pretrain"])
+def test_no_argument_of_a_recipe_is_another_tools_word(name, recipe, monkeypatch):
+    """export refuses those words without asking the recipe's parser."""
+    from hf_memopt.other_names import meant_by
+    from hf_memopt.recipe import arguments
+
+    actions = {}
+    parser = arguments._parser
+    monkeypatch.setattr(arguments, "_parser", lambda *given: actions.setdefault("parser", parser(*given)))
+    with pytest.raises(InputError):
+        recipe(name)(["--no_such_argument", "1"])
+    names = {action.dest for action in actions["parser"]._actions}
+    assert len(names) > 100
+    assert not [field for field in names if meant_by("argument", field, names) not in (None, field)]

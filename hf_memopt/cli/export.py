@@ -10,12 +10,16 @@ from hf_memopt.compatibility.setup import check
 from hf_memopt.contributed import load_contributed
 from hf_memopt.engines.mesh import mesh_words
 from hf_memopt.errors import InputError, choose
+from hf_memopt.field_values import hints_of
 from hf_memopt.files import folder_for, from_here, shipped, write_folder
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.other_names import meant_by, plain_word
 from hf_memopt.packages import missing_for
 from hf_memopt.presets import Preset, preset_by_name
 from hf_memopt.presets.accelerate_config import inline, yaml_text
 from hf_memopt.presets.launch_script import scripts
 from hf_memopt.presets.preset import on_machines
+from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.stack.vocabulary import written
 
 RECIPES = ("pretrain", "sft", "video_sft", "dpo", "grpo")
@@ -61,6 +65,7 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
     check(preset.setup())
     if options.recipe not in RECIPES:
         raise choose("recipe", options.recipe, RECIPES)
+    _check_words(options.arguments)
     targets = {} if options.target in (None, "slurm") else load_contributed("export_targets")
     if options.target not in (None, "slurm", *targets):
         raise choose("target", options.target, ["slurm", *targets])
@@ -91,6 +96,20 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
         print(f"wrote {', '.join(sorted(files))} to {folder}; start with: {start} {script}")
         if missing := missing_for(options.recipe, preset.strategy):
             print(f"note: {missing}")
+
+
+def _check_words(arguments: list[str]) -> None:
+    """Refuse other tools' words among the recipe's arguments, which would fail where the job starts. The recipe itself
+    checks all others: its parser needs transformers and TRL.
+
+    Raises:
+        InputError: says what to write.
+    """
+    known = {*hints_of(RecipeArguments), *MemoryArguments.names()}
+    for word in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+        meant = meant_by("argument", word, known)
+        if meant and plain_word(meant) != plain_word(word):
+            raise InputError(f"{word} is no argument of a recipe. Did you mean {meant}?")
 
 
 def _split_sequences(preset: Preset, devices: int) -> Preset:
