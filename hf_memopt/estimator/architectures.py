@@ -28,7 +28,7 @@ def is_bundled(path: Path) -> bool:
 
 def is_bundled_id(model: str) -> bool:
     """True if a name or hub id is a bundled architecture's, or one of the same sizes."""
-    return _bundled(model) is not None
+    return model.lower() in _names()
 
 
 def load_config(model):
