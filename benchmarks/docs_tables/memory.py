@@ -15,7 +15,8 @@ from docs_tables.markdown import (
     table,
 )
 
-from hf_memopt.hardware.constants import MEASURABLE, TABLE, Constant, show_value
+from hf_memopt.hardware.constants import TABLE, Constant
+from hf_memopt.hardware.measurable import MEASURABLE, show_value
 from hf_memopt.hardware.measured import DeviceFile, read_device_file
 
 # Why a row is far off: read in the sources; what is only inferred says "probably".

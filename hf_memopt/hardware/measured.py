@@ -20,7 +20,8 @@ from typing import Any
 from hf_memopt.errors import InputError, brief, one_line
 from hf_memopt.files import cache_folder, parse_json, read_bytes
 from hf_memopt.hardware.catalog import Hardware
-from hf_memopt.hardware.constants import MEASURABLE, Constant, assumed
+from hf_memopt.hardware.constants import Constant, assumed
+from hf_memopt.hardware.measurable import MEASURABLE
 from hf_memopt.terminal import plain
 
 logger = logging.getLogger(__name__)
