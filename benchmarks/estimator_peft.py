@@ -46,8 +46,8 @@ def as_measured(add_adapters):
     """
     import torch
 
-    def add(model, config):
-        model = add_adapters(model, config)
+    def add(model, config, *how):
+        model = add_adapters(model, config, *how)
         for module in model.modules():
             if hasattr(module, "boft_P"):
                 module.boft_P = torch.empty(1).expand(module.boft_P.shape)  # no bytes of its own; its copies have them

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from hf_memopt import MemoryArguments, estimate, estimate_trainer
 from hf_memopt.estimator.accounting.work import Kernel, extended
 from hf_memopt.estimator.api import estimate_job
-from hf_memopt.estimator.duration import parse_count, run_duration, training_steps, within
+from hf_memopt.estimator.duration import parse_count, predicted_within, run_duration, training_steps
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.speed_errors import ADAPTERS, DENSE, ERRORS, NODES, PCIE, describe_error, find_error
 from hf_memopt.estimator.throughput import speed_note, unknown_rates
@@ -72,8 +72,8 @@ def test_an_error_is_stated_by_kind_of_job(config, kind, hardware, more):
 def test_what_was_not_compared_says_so():
     assert find_error(PCIE, get_hardware("rtx_4090")) is None
     assert "not compared with any run" in describe_error(PCIE, get_hardware("rtx_4090"))
-    assert within(None) == "not compared with any run"
-    assert within(0.15) == "±15%"
+    assert predicted_within(None) == "predicted, not compared with any run"
+    assert predicted_within(0.15) == "predicted ±15%"
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def to_dict(estimate, took) -> dict[str, Any] | None:
 
 def print_speed(estimate, took, amount: AmountOptions) -> None:
     """The lines of one estimate; where the speed is unknown its notes say why."""
-    from hf_memopt.estimator.duration import time_text, two_digits, within
+    from hf_memopt.estimator.duration import predicted_within, time_text, two_digits
 
     if estimate.step_seconds is not None:
         parts = [f"{time_text(estimate.step_seconds)} a step"]
@@ -62,7 +62,7 @@ def print_speed(estimate, took, amount: AmountOptions) -> None:
             parts.insert(0, f"{two_digits(estimate.tokens_per_second)} tokens/s")
         if estimate.mfu is not None:
             parts.append(f"MFU {estimate.mfu:.0%}")
-        print(f"speed: {', '.join(parts)}, predicted {within(estimate.speed_error)}")
+        print(f"speed: {', '.join(parts)}, {predicted_within(estimate.speed_error)}")
     if took is not None:
         cost = (
             ""
@@ -70,7 +70,7 @@ def print_speed(estimate, took, amount: AmountOptions) -> None:
             else f", cost in total {two_digits(took.cost)} (at {amount.price:g} a device and hour)"
         )
         what = f"{took.tokens:,} tokens" if took.steps is None else f"{took.steps:,} steps of the largest batch"
-        print(f"{what}: {time_text(took.seconds)}{cost}, predicted {within(estimate.speed_error)}")
+        print(f"{what}: {time_text(took.seconds)}{cost}, {predicted_within(estimate.speed_error)}")
     elif amount.asked:
         print("time and cost: unknown, see the note on speed")
 
@@ -89,7 +89,7 @@ def print_profile_speeds(groups: list[list], amount: AmountOptions, seq_len: int
     Args:
         groups: profiles of a plan, by their settings.
     """
-    from hf_memopt.estimator.duration import time_text, two_digits, within
+    from hf_memopt.estimator.duration import predicted_within, time_text, two_digits
 
     first = [group[0].estimate for group in groups]
     if any(estimate.tokens_per_second is None for estimate in first):
@@ -107,4 +107,4 @@ def print_profile_speeds(groups: list[list], amount: AmountOptions, seq_len: int
     if tokens := amount.read().count_tokens(seq_len):
         price = [] if amount.price is None else [f"cost in total at {amount.price:g} a device and hour"]
         heads += [f"{tokens:,} tokens", *price]
-    print_table(f"speed, predicted {within(first[0].speed_error)}", tuple(heads), rows)
+    print_table(f"speed, {predicted_within(first[0].speed_error)}", tuple(heads), rows)

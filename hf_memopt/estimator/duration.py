@@ -129,6 +129,6 @@ def two_digits(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.10g}"
 
 
-def within(error: float | None) -> str:
-    """The share by which a predicted figure may be off, as it follows the figure."""
-    return "not compared with any run" if error is None else f"±{error:.0%}"
+def predicted_within(error: float | None) -> str:
+    """The words for a figure that is predicted with an error; None where no run was compared."""
+    return "predicted, not compared with any run" if error is None else f"predicted ±{error:.0%}"

@@ -1,5 +1,6 @@
 """Apply a tool's table to the settings of a file: a JobSpec, and what became of every key."""
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,11 +70,9 @@ class Translation:
         for remark in self.refused:
             yield remark.key, str(remark)
         for remark in self.unknown:
-            yield (
-                remark.key,
-                f"{remark.key} is not known ({self.table.name} {self.table.version}), nor whether memory depends on "
-                "it: leave it out if it does not",
-            )
+            near = difflib.get_close_matches(remark.key, [row.key for row in self.table.rows], n=1, cutoff=0.8)
+            advice = f"did you mean {near[0]}?" if near else "leave it out if memory does not depend on it"
+            yield remark.key, f"{remark.key} is not known ({self.table.name} {self.table.version}): {advice}"
 
     def check(self) -> None:
         """Raise for the first setting that cannot be answered.

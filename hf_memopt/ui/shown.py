@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.charts import COLOURS
-from hf_memopt.estimator.duration import within
+from hf_memopt.estimator.duration import predicted_within
 from hf_memopt.units import size
 
 
@@ -48,7 +48,7 @@ def _speed(estimate: dict[str, Any]) -> str:
     speed, error = estimate["tokens_per_second"], estimate["speed_error"]
     if speed is None:
         return ""
-    return f"<p>{speed:,.0f} tokens per second, predicted, {within(error)}</p>"
+    return f"<p>{speed:,.0f} tokens per second, {predicted_within(error)}</p>"
 
 
 def _bars(breakdown: dict[str, int]) -> str:
