@@ -158,7 +158,7 @@ def truths():
         made = (job.get("dtype", "float32"), adapters)
         try:
             config = config_of(family, vocabulary, job["layers"])
-        except Exception as error:  # transformers 5.4 makes none of gemma3_text beside huggingface_hub 1.33
+        except Exception as error:  # transformers 5.4 makes none of olmo2 beside huggingface_hub 1.33
             reason = f"transformers makes no configuration: {type(error).__name__}"
             yield name, lambda reason=reason: {"result": "not tried", "says": reason}
             continue
