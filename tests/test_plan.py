@@ -304,7 +304,7 @@ def test_a_model_without_checkpointing_is_planned_without_it():
 def test_a_method_whose_weights_are_too_large_is_not_traced():
     said = []
     made = plan("qwen3-1.7b", "rtx_4090", 4, 128, "any", memory=6 * GIB, say=said.append)
-    assert made.spec.preset.method == "lora"
+    assert made.spec.preset.method == "qlora"  # LoRA's balanced profile depends on host memory
     assert not any("full" in text for text in said)
     reason = next(each.reason for each in made.rejected if each.settings == "full fine-tuning")
     assert reason.startswith("full fine-tuning needs at least 12.82 GiB for float32 weights and gradients alone")
