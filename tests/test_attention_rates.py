@@ -1,9 +1,12 @@
 """Attention's rates against published curves, and the kernel that each implementation runs."""
 
+import itertools
+
 import pytest
 
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.attention_rates import CUDNN, EFFICIENT, OTHER, attention_kernel, attention_rate, rates
+from hf_memopt.hardware.catalog import catalog
 
 FLASH_2, FLASH_3 = "flash_attention_2", "flash_attention_3"
 # Card, kernel, head size, backward, TFLOP/s by the number of keys that a query sees (half under a causal mask).
@@ -66,3 +69,13 @@ def test_every_card_has_a_rate_for_what_it_runs():
             kernel = attention_kernel(device, None, element, False)
             assert 0 < attention_rate(device, kernel, element, 512, 4096, True) < 1
     assert all(row.source for row in rates())
+
+
+def test_every_kernel_has_a_rate_on_every_card_whatever_its_heads():
+    for device in catalog().values():
+        for implementation, element, masked in itertools.product(
+            (None, "sdpa", "eager", "flash_attention_2"), (1, 2, 4, 8), (False, True)
+        ):
+            kernel = attention_kernel(device, implementation, element, masked)
+            for head_size, backward in itertools.product((16, 128, 192, 256, 512, 1024), (False, True)):
+                assert 0 < attention_rate(device, kernel, element, head_size, 64, backward) < 1

@@ -111,8 +111,8 @@ def test_weights_are_streamed_where_nothing_else_fits(monkeypatch):
     monkeypatch.setattr(Search, "estimate", by_sketch)
     # Of a large model the weights alone say so; beside a small one's CUDA's context takes more.
     monkeypatch.setattr("hf_memopt.planner.plan.excessive_weights", lambda spec: (2**62, "weights"))
-    deep = config(12, hidden_size=512, intermediate_size=2048, vocab_size=200)
-    weights = 12 * (4 * 512**2 + 3 * 512 * 2048) * 2
+    deep = config(12, hidden_size=4096, intermediate_size=16384, vocab_size=200)  # whose copies outlast the launches
+    weights = 12 * (4 * 4096**2 + 3 * 4096 * 16384) * 2
     memory = int((context(get_hardware("rtx_3060")) + 0.9 * weights) / 0.94)
     settings = {"memory": memory, "training": {"optim": "adamw_torch"}, "lora": {"r": 2}}
     said: list[str] = []

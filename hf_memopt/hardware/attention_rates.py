@@ -69,12 +69,14 @@ def attention_rate(device: Hardware, kernel: str, element: int, head_size: int, 
     Args:
         keys: that a query sees.
     """
-    row = next(
+    rows = [row for row in rates() if row.lowest <= device.capability <= row.highest]
+    bytes_of = {EFFICIENT: 4 if element > 2 else 2}
+    fitting = [
         row
-        for row in rates()
-        if row.kernel == kernel
-        and row.element == (element if kernel == EFFICIENT else 2)
-        and row.lowest <= device.capability <= row.highest
-        and head_size <= row.head_size
-    )
+        for row in rows
+        if row.kernel == kernel and row.element == bytes_of.get(kernel, 2) and head_size <= row.head_size
+    ]
+    # For larger heads than a kernel has torch takes the memory-efficient one.
+    efficient = [row for row in rows if row.kernel == EFFICIENT and row.element == bytes_of[EFFICIENT]]
+    row = (fitting or efficient)[0]
     return (row.backward if backward else row.forward) * keys / (keys + HALF)
