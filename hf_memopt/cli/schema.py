@@ -238,6 +238,7 @@ def _doctor() -> dict[str, Any]:
         would_use={"type": "object", "additionalProperties": _TEXT},
         packages={"type": "object", "additionalProperties": package},
         problems=_list(_TEXT),
+        notes=_list(_TEXT),
     )
     texts = {"type": "object", "additionalProperties": _TEXT}
     return {"oneOf": [machine, _object(checked=texts, faults=_list(fault), notes=texts)]}
