@@ -274,7 +274,7 @@ def test_a_missing_name_ends_in_a_sentence(unchecked, monkeypatch, command):
     code, out, err = command("estimate", "llama-3.2-1b", "--hardware", "a100_80gb")
     assert (code, out, err.strip()) == (2, "", f"error: {said}")
     _, out, _ = command("doctor")
-    assert f"problem: {said}" in " ".join(out.split())
+    assert f"problem: no predictions: {said}" in " ".join(out.split())
 
 
 def test_other_parameters_end_in_a_sentence(unchecked, monkeypatch):
@@ -343,7 +343,7 @@ def test_an_installation_that_cannot_be_imported_is_a_sentence(monkeypatch, tmp_
     done = run(BIN / "hf-memopt", "doctor", "--json", env={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
     assert done.returncode == 0, done.stderr
     (problem,) = (text for text in json.loads(done.stdout)["problems"] if "cannot be imported" in text)
-    assert problem.startswith("deepspeed ") and problem.endswith("RuntimeError: CUDA_HOME does not exist")
+    assert problem.startswith("no predictions of deepspeed: deepspeed ") and problem.endswith("RuntimeError: CUDA_HOME does not exist")
 
 
 def test_doctor_has_a_line_for_each_part_and_one_where_nothing_can_be_predicted():
