@@ -343,7 +343,8 @@ def test_an_installation_that_cannot_be_imported_is_a_sentence(monkeypatch, tmp_
     done = run(BIN / "hf-memopt", "doctor", "--json", env={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
     assert done.returncode == 0, done.stderr
     (problem,) = (text for text in json.loads(done.stdout)["problems"] if "cannot be imported" in text)
-    assert problem.startswith("no predictions of deepspeed: deepspeed ") and problem.endswith("RuntimeError: CUDA_HOME does not exist")
+    assert problem.startswith("no predictions of deepspeed: deepspeed ")
+    assert problem.endswith("RuntimeError: CUDA_HOME does not exist")
 
 
 def test_doctor_has_a_line_for_each_part_and_one_where_nothing_can_be_predicted():
