@@ -209,10 +209,11 @@ def attempt(name: str, check) -> None:
 def main() -> None:
     """Run the checks that are named, or every one."""
     sys.path[:0] = [str(HERE), str(ROOT / "tests")]
-    for check in (doctor, cards, preset_script, recipe, injected_oom):
-        if check.__name__ in (sys.argv[1:] or check.__name__):
+    checks, asked = (doctor, cards, preset_script, recipe, injected_oom), sys.argv[1:]
+    for check in checks:
+        if not asked or check.__name__ in asked:
             attempt(check.__name__, check)
-    if sys.argv[1:]:
+    if asked:
         return
     for name in SCRIPTS:
         attempt(f"dry-run {name}", lambda name=name: dry_run(name))

@@ -2,7 +2,7 @@
 
 import difflib
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hf_memopt.other_names import meant_by, plain_word
@@ -87,13 +87,24 @@ def choose(kind: str, name: str, names: Iterable[str]) -> InputError:
     return InputError(f"unknown {kind} {brief(name)}.{hint}{listed}")
 
 
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like another one; None if none is like it."""
+def closest(name: str, known: Iterable[str], cutoff: float | None = None) -> str | None:
+    """The known name that is most like another one; None if none is like it.
+
+    Args:
+        cutoff: how much alike they have to be, from 0 to 1; by default less for short names.
+    """
     known, word = list(known), plain_word(str(name)[:_LONGEST])
     if same := next((other for other in known if word and plain_word(other) == word), None):
         return same
-    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=0.6 if len(word) > 3 else 0.5)
+    cutoff = cutoff or (0.6 if len(word) > 3 else 0.5)
+    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=cutoff)
     return close[0] if close else None
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first names of a list, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def misspelling(name: str, known: Iterable[str]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from hf_memopt.cli.settings import command_spec
 from hf_memopt.compatibility.config_files import Examined, Fault, Lines
 from hf_memopt.compatibility.foreign_files import foreign_tool
-from hf_memopt.errors import InputError, as_input_error
+from hf_memopt.errors import InputError, as_input_error, listed
 from hf_memopt.files import folder_for, write_folder
 from hf_memopt.foreign.edits import changes, chosen_keys, diff, edit
 from hf_memopt.foreign.migrate import migrated_command, migrated_files
@@ -139,9 +139,9 @@ def announce(translation: Translation) -> None:
     table = translation.table
     say(f"note: read as {table.name} {table.version}: {len(translation.translated)} settings translated", sys.stderr)
     if translation.neutral:
-        say(f"note: without effect on memory: {_listed(translation.neutral)}", sys.stderr)
+        say(f"note: without effect on memory: {listed(sorted(translation.neutral), _SHOWN)}", sys.stderr)
     for text, keys in _by_text(translation).items():
-        say(f"note: approximated: {_listed(keys)}: {text}", sys.stderr)
+        say(f"note: approximated: {listed(sorted(keys), _SHOWN)}: {text}", sys.stderr)
 
 
 def _by_text(translation: Translation) -> dict[str, list[str]]:
@@ -149,11 +149,6 @@ def _by_text(translation: Translation) -> dict[str, list[str]]:
     for remark in translation.approximated:
         texts.setdefault(remark.text, []).append(remark.key)
     return texts
-
-
-def _listed(keys: list[str]) -> str:
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return f"{', '.join(sorted(keys)[:_SHOWN])}{more}"
 
 
 def examine_foreign(file: str) -> Examined | None:
@@ -177,7 +172,7 @@ def examine_foreign(file: str) -> Examined | None:
 def _examined(file: str, source: Source) -> Examined:
     translation, lines = source.translate(), Lines(source.text if source.path else "")
     faults = [Fault(file, lines.line_of(tuple(key.split("."))), text) for key, text in translation.faults()]
-    notes = [f"approximated: {_listed(keys)}: {text}" for text, keys in _by_text(translation).items()]
+    notes = [f"approximated: {listed(sorted(keys), _SHOWN)}: {text}" for text, keys in _by_text(translation).items()]
     if translation.neutral:
-        notes.append(f"without effect on memory: {_listed(translation.neutral)}")
+        notes.append(f"without effect on memory: {listed(sorted(translation.neutral), _SHOWN)}")
     return Examined(source.table.name, faults, notes)

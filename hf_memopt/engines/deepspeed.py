@@ -131,9 +131,8 @@ class DeepSpeed(Engine):
         }
 
     def exchanged(self, weights, gradients):
-        if self.strategy.endswith(
-            "_plus_plus"
-        ):  # Wang et al. 2023: 8-bit weights, a copy in each box, 4-bit gradients
+        if self.strategy.endswith("_plus_plus"):
+            # ZeRO++ (Wang et al. 2023): 8-bit weights, a copy in each box, 4-bit gradients
             return [Exchange(weights / 2), Exchange(weights / 2, in_box=True), Exchange(gradients / 4)]
         if self.shards_weights:
             return [Exchange(weights), Exchange(weights), Exchange(gradients)]

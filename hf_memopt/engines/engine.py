@@ -1,13 +1,12 @@
 """The base of all engines: one process without an engine; DDP differs in little."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from hf_memopt.errors import as_input_error
-from hf_memopt.files import read_json
+from hf_memopt.files import parse_json, read_json
 
 
 class Exchange(NamedTuple):
@@ -173,4 +172,4 @@ def read_settings(value: Mapping[str, Any] | str | Path, field: str) -> Mapping[
     if not is_inline_json(value):
         return read_json(value)
     with as_input_error(field, ValueError):
-        return json.loads(value)
+        return parse_json(value)

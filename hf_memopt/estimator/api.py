@@ -183,8 +183,8 @@ def _assemble_or_error(traced: tuple[Job, list]) -> Estimate | InputError:
     if not speed:
         return with_speed(estimate, None, f"speed: {unknown_speed(job) or 'not asked for'}")
     counted, depths, traces = zip(*speed, strict=True)
-    speed = throughput(job, counted[0], depths, traces)
-    return with_speed(estimate, speed, speed_note(job.device, speed.speed_kind))
+    result = throughput(job, counted[0], depths, traces)
+    return with_speed(estimate, result, speed_note(job.device, result.speed_kind))
 
 
 def run_trace(job: TracedJob) -> TraceResult:

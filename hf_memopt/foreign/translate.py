@@ -1,12 +1,11 @@
 """Apply a tool's table to the settings of a file: a JobSpec, and what became of every key."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.errors import InputError, brief, one_line
+from hf_memopt.errors import InputError, brief, closest, one_line
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.foreign.table import Row, Table, as_text, is_off
 from hf_memopt.foreign.values import VIA
@@ -70,8 +69,8 @@ class Translation:
         for remark in self.refused:
             yield remark.key, str(remark)
         for remark in self.unknown:
-            near = difflib.get_close_matches(remark.key, [row.key for row in self.table.rows], n=1, cutoff=0.8)
-            advice = f"did you mean {near[0]}?" if near else "leave it out if memory does not depend on it"
+            near = closest(remark.key, (row.key for row in self.table.rows), cutoff=0.8)
+            advice = f"did you mean {near}?" if near else "leave it out if memory does not depend on it"
             yield remark.key, f"{remark.key} is not known ({self.table.name} {self.table.version}): {advice}"
 
     def check(self) -> None:

@@ -1,14 +1,15 @@
 """Values of theirs that no table can list: files of engines, lists of modules, sizes in words."""
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_memopt.engines.engine import read_settings
 from hf_memopt.errors import InputError, brief
+from hf_memopt.files import read_json
 from hf_memopt.foreign.table import Table, is_off
-from hf_memopt.yaml_values import read_text, read_yaml
+from hf_memopt.yaml_values import read_yaml
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 # What shipped DeepSpeed files leave to the Trainer.
@@ -25,23 +26,13 @@ def deepspeed(value: Any, table: Table, folder: Path) -> Any:
         return dict(value)
     text = str(value)
     if text.lstrip().startswith("{"):
-        return _json(text, "the DeepSpeed settings")
+        return dict(read_settings(text.strip(), "deepspeed"))
     for path in (folder / text, Path(text)):
         if path.suffix == ".json" and path.is_file():
-            return _json(read_text(path, str(path)), str(path))
+            return read_json(path)
     if content := table.engines.get(text.rpartition("/")[2].removesuffix(".json")):
         return {**AUTO, **content}
     raise InputError(f"{brief(text)} is neither a file here nor one that {table.name} {table.version} ships")
-
-
-def _json(text: str, where: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is not readable as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{where} holds no settings")
-    return content
 
 
 def modules(value: Any, *_: Any) -> Any:

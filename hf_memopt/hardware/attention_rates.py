@@ -69,14 +69,14 @@ def attention_rate(device: Hardware, kernel: str, element: int, head_size: int, 
     Args:
         keys: that a query sees.
     """
-    rows = [row for row in rates() if row.lowest <= device.capability <= row.highest]
-    bytes_of = {EFFICIENT: 4 if element > 2 else 2}
-    fitting = [
-        row
-        for row in rows
-        if row.kernel == kernel and row.element == bytes_of.get(kernel, 2) and head_size <= row.head_size
-    ]
+    wide = 4 if element > 2 else 2  # only the memory-efficient kernel has rows for 32 bits
+    fitting = [row for row in _rows(device, kernel, wide if kernel == EFFICIENT else 2) if head_size <= row.head_size]
     # For larger heads than a kernel has torch takes the memory-efficient one.
-    efficient = [row for row in rows if row.kernel == EFFICIENT and row.element == bytes_of[EFFICIENT]]
-    row = (fitting or efficient)[0]
+    row = (fitting or _rows(device, EFFICIENT, wide))[0]
     return (row.backward if backward else row.forward) * keys / (keys + HALF)
+
+
+def _rows(device: Hardware, kernel: str, element: int) -> list[AttentionRate]:
+    """A kernel's rows for a device, by head size."""
+    own = (row for row in rates() if row.kernel == kernel and row.element == element)
+    return [row for row in own if row.lowest <= device.capability <= row.highest]

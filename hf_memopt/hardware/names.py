@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Mapping
 
-from hf_memopt.errors import InputError, choose
+from hf_memopt.errors import InputError, choose, listed
 
 logger = logging.getLogger(__name__)
 # Places and families that people name in the place of a device.
@@ -72,7 +72,7 @@ def match(name: str, devices: Mapping) -> str:
     smallest = min(closest, key=lambda key: devices[key].memory)
     if len(closest) > 1:
         others = [key for key in closest if key != smallest]
-        _say_which(name, smallest, ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else ""))
+        _say_which(name, smallest, listed(others, 3))
     return smallest
 
 

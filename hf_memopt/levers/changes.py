@@ -219,7 +219,7 @@ SHORTER_GENERATION = Change(
     label="max_new_tokens (generation_max_length, max_completion_length) lower", effect="the KV cache grows with it"
 )
 FEWER_COMPLETIONS = Change(
-    label="half the per_device_train_batch_size, twice the gradient_accumulation_steps, num_generations as it divides",
+    label=f"{SMALLER_BATCH.label}, num_generations as it divides",
     effect="it counts completions, and generation holds the KV cache of all of them",
 )
 SHORTER_COMPLETIONS = Change(label="max_completion_length lower", effect="KV cache and logits grow with it")
@@ -229,14 +229,10 @@ PRECOMPUTE_REFERENCE = Change(
 ADAPTER_REFERENCE = Change(
     label="LoRA without a ref_model", effect="the reference is the model itself, its adapters switched off"
 )
-NO_REFERENCE = Change(label="beta=0.0", effect="GRPO then has no reference model")
 LESS_FOR_VLLM = Change(
     label="vllm_gpu_memory_utilization lower, with vllm_enable_sleep_mode=true", effect="vLLM shares training's device"
 )
-HALF_PAIRS = Change(
-    label="half the per_device_train_batch_size, twice the gradient_accumulation_steps",
-    effect="chosen and rejected answers run in one batch of twice its size",
-)
+HALF_PAIRS = replace(SMALLER_BATCH, effect="chosen and rejected answers run in one batch of twice its size")
 
 # Host memory
 MORE_HOST_MEMORY = Change(

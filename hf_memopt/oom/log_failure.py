@@ -49,23 +49,12 @@ _OTHER_REASON = re.compile(
 )
 # The launcher ends ranks itself; that is no one's limit.
 _CLEANUP = re.compile(r"forcefully exiting via|Unable to shutdown process|Sending process \d{1,9} closing signal")
-
-
-_MOST_KILLED = 64  # processes that are reported last
+# Every line that _OTHER_REASON matches has one of these, in lower case.
 _REASON_HINTS = (
-    "error",
-    "exception",
-    "interrupt",
-    "exit",
-    "cancelled",
-    "due to",
-    "timeout",
-    "signal",
-    "assert",
-    "sig",
-    "^c",
+    *("error", "exception", "interrupt", "exit", "cancelled", "due to", "timeout", "signal", "assert", "sig", "^c"),
+    "segmentation",
 )
-_REASON_HINTS += ("segmentation",)
+_MOST_KILLED = 64  # processes that are reported last
 
 
 @dataclass(frozen=True)

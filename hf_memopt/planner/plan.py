@@ -151,7 +151,7 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
             rejected.append(Rejected(_METHODS[method], one_line(error)))
             continue
         searches[method] = spec, search
-        if profiles := _profiles(spec, search) if search else []:
+        if profiles := _profiles(spec, search):
             plans.append(Plan(spec, profiles, []))
             if not plans[-1].usual.choice.offloads:
                 break
@@ -186,7 +186,7 @@ def _in_bf16(request: JobSpec, searches: dict, rejected: list[Rejected], say) ->
     say("nothing fits with float32 weights: trying bfloat16")
     spec = settle(replace(request, dtype="bfloat16"), "full")
     search = None if _far_too_large(spec) else start_search(spec, say)
-    profiles = _profiles(spec, search) if search else []
+    profiles = _profiles(spec, search)
     if not profiles:
         return None
     rejected = [replace(reason, settings=f"{reason.settings} with float32 weights") for reason in rejected]
@@ -291,7 +291,10 @@ def _methods(request: JobSpec, methods, searches, profile: Profile, say) -> list
     return alternatives
 
 
-def _profiles(spec: JobSpec, search: Search) -> list[Profile]:
+def _profiles(spec: JobSpec, search: Search | None) -> list[Profile]:
+    """The profiles that fit; none without a search."""
+    if search is None:
+        return []
     picks = search.fastest_for(int(spec.memory * share) for _, share in PLAN_PROFILES.values())
     fastest = min((search.seconds[choice] for choice in picks if choice is not None), default=0)
     profiles = []
