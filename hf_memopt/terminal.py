@@ -32,6 +32,7 @@ class PlainStream:
         self.unfiltered = stream
 
     def write(self, text: str) -> int:
+        clear_status()
         begin = "\r" if text.startswith("\r") else ""
         return self.unfiltered.write(begin + plain(text))
 
@@ -61,7 +62,35 @@ def console():
     """A rich Console on stdout, for texts that are plain() already."""
     from rich.console import Console
 
+    clear_status()
+
     return Console(file=getattr(sys.stdout, "unfiltered", None))
+
+
+_status: list[str] = []  # the line that is shown, of stderr's terminal
+
+
+def show_status(text: str) -> None:
+    """Say on stderr what takes time: on a terminal in one line, which the next text takes the place of."""
+    if not sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+        return
+    clear_status()
+    line = textwrap.shorten(plain(text), max(shutil.get_terminal_size().columns - 1, 20), placeholder=" …")
+    _write_over(line)
+    _status.append(line)
+
+
+def clear_status() -> None:
+    """Take the line away, if there is one."""
+    while _status:
+        _write_over(" " * len(_status.pop()))
+
+
+def _write_over(line: str) -> None:
+    stream = getattr(sys.stderr, "unfiltered", sys.stderr)
+    stream.write(f"{line}\r")
+    stream.flush()
 
 
 def say(text: str, stream=None) -> None:

@@ -29,8 +29,9 @@ def test_the_command_line(model_folder, command):
     assert found["host_bytes"] > 0 and found["levers"] == []
     large = [*flags(set="effective_batch_size=4096"), *flags(set="per_device_train_batch_size=2048")]
     code, shown, _ = command("estimate", model_folder, "--preset", "rtx_3070", *large)
-    assert code == 1 and "does not fit" in shown
-    assert "changes that save most" in shown and "per_device_train_batch_size=1024" in shown
+    assert code == 1 and shown.startswith("NO, it does not fit:") and "\nchange " in shown
+    code, shown, _ = command("estimate", model_folder, "--preset", "rtx_3070", *large, "--verbose")
+    assert code == 1 and "changes that save most" in shown and "per_device_train_batch_size=1024" in shown
 
 
 @pytest.mark.slow
@@ -128,10 +129,17 @@ def test_a_printed_estimate_is_three_short_lines(small_estimate):
     assert "learning_rate" not in repr(small_estimate)
 
 
-def test_small_sizes_are_no_zeros_and_equal_totals_one_row(small_estimate, capsys):
-    from hf_memopt.cli.estimate import _print
+def _job(estimate, savings=()):
+    from hf_memopt.cli.estimate_printed import EstimatedJob
+    from hf_memopt.cli.speed import AmountOptions
 
-    _print("a job", small_estimate, [])
+    return EstimatedJob(
+        title="a job", settings=None, estimate=estimate, savings=list(savings), took=None, amount=AmountOptions()
+    )
+
+
+def test_small_sizes_are_no_zeros_and_equal_totals_one_row(small_estimate, capsys):
+    _job(small_estimate).print(verbose=True)
     out = capsys.readouterr().out
     assert "0.00 GiB" not in out and "2.0 KiB" in out
-    assert "peak allocated = peak reserved = device" in out and out.count("30.0 MiB") == 2  # the verdict and the row
+    assert "peak allocated = peak reserved = device" in out and out.count("30.0 MiB") == 2  # above and the row

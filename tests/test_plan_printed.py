@@ -228,7 +228,8 @@ def test_an_exported_plan_trains(command, tmp_path, builtin_model, jsonl):
 def test_for_people(command):
     code, out, err = command("plan", "smollm2-135m", "--hardware", "rtx_3060", "--seq-len", 512, "--method", "lora")
     assert code == 0
-    for word in ("every profile", "tokens/s", "accelerate launch", "of 512 tokens"):
+    assert out.startswith("YES, with lora: smollm2-135m on NVIDIA GeForce RTX 3060 12 GB, 512 tokens\n")
+    for word in ("tokens/s", "accelerate launch", "host memory", "\nnot "):
         assert word in out
     assert "tracing" in err and "estimating" in err
 

@@ -8,7 +8,8 @@ import pytest
 from test_plan import config, least, spec_for
 
 from hf_memopt import InputError, plan
-from hf_memopt.cli.plan import _host_memory, _print_methods, _print_profiles
+from hf_memopt.cli.answer import host_lines
+from hf_memopt.cli.plan_printed import _print_methods, _print_profiles
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
@@ -269,8 +270,9 @@ def test_on_this_machine_it_is_asked(monkeypatch):
 
 
 def test_the_plan_says_what_it_assumes_and_needs():
-    line = _host_memory(_made("a", "a", "a", "a", host=HostMemory(4 * GIB, "a small box")))
-    assert "5.00 GiB needed" in line and "4.00 GiB assumed (a small box)" in line and "--host-memory" in line
+    line = " ".join(" ".join(host_lines(5 * GIB, HostMemory(4 * GIB, "a small box"))).split())
+    assert "5.00 GiB of host memory a process" in line and "4.00 GiB assumed (a small box; --host-memory)" in line
+    assert line.endswith("too little to load the weights through, where that holds")
 
 
 @pytest.mark.parametrize("name", [name for name in list_hardware() if catalog_entry(name).unified_memory])

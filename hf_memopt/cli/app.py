@@ -21,6 +21,7 @@ from hf_memopt.cli.options import (
     Stack,
     Strategy,
     Tokens,
+    Verbose,
     answer_for,
     at_least_one,
     method_names,
@@ -136,6 +137,7 @@ def estimate(
     price: Price = None,
     plot: Plot = None,
     stack: Stack = None,
+    verbose: Verbose = False,
     json: Json = False,
 ) -> None:
     """Predict a job's peak memory and speed, without weights and without a GPU; exit code 1 if it does not fit."""
@@ -157,7 +159,7 @@ def estimate(
         task=task,
     )
     amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
-    raise typer.Exit(run_estimate(spec, levers, plot, json, amount))
+    raise typer.Exit(run_estimate(spec, levers, plot, json, amount, verbose))
 
 
 app.command(epilog=plan_command.EXAMPLES)(plan_command.plan)
@@ -222,13 +224,19 @@ def dry_run(
             "--allow-unconfined", help="Run it where the system cannot keep it from changing files and sending."
         ),
     ] = False,
+    verbose: Verbose = False,
     json: Json = False,
 ) -> None:
     """Run a script up to trainer.train() without loading weights, and predict the job's peak memory and time."""
     from hf_memopt.cli.estimate import DryRunOptions, run_dry_run
 
     options = DryRunOptions(
-        script=script, arguments=arguments or [], hardware=hardware, world_size=world_size, price=price
+        script=script,
+        arguments=arguments or [],
+        hardware=hardware,
+        world_size=world_size,
+        price=price,
+        verbose=verbose,
     )
     run_dry_run(options, plot, json, allow_unconfined)
 

@@ -14,8 +14,9 @@ from typing import NoReturn
 from unittest import mock
 
 from hf_memopt.charts import check_path
-from hf_memopt.cli.output import print_json, print_table, working
-from hf_memopt.cli.speed import AmountOptions, print_speed, to_dict
+from hf_memopt.cli.estimate_printed import EstimatedJob
+from hf_memopt.cli.output import print_json, working
+from hf_memopt.cli.speed import AmountOptions, to_dict
 from hf_memopt.confined.hub import serve
 from hf_memopt.confined.process import run_confined
 from hf_memopt.confined.rights import cannot_confine, may_have_card
@@ -27,12 +28,13 @@ from hf_memopt.packages import require
 from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.catalog import nearest_preset, plain_settings
 from hf_memopt.terminal import say
-from hf_memopt.units import size
 
 _LARGEST_PLOT = 2**26  # bytes
 
 
-def run_estimate(spec: JobSpec, levers: bool, plot_file: str | None, as_json: bool, amount: AmountOptions) -> int:
+def run_estimate(
+    spec: JobSpec, levers: bool, plot_file: str | None, as_json: bool, amount: AmountOptions, verbose: bool
+) -> int:
     """Print the estimate; 0 if the job fits or the capacity is unknown, 1 if it does not fit."""
     if plot_file:
         require("matplotlib", "--plot")
@@ -69,8 +71,11 @@ def run_estimate(spec: JobSpec, levers: bool, plot_file: str | None, as_json: bo
         )
     else:
         devices = f"{job.world_size} × " if job.world_size > 1 else ""
-        title = f"{spec.model}, {preset.method}, {settings}, {_batch_in_words(job)} on {devices}{job.device.label}"
-        _print(title, estimate, savings, took, amount)
+        title = f"{spec.model}, {preset.method}, {_batch_in_words(job)} on {devices}{job.device.label}"
+        answer = EstimatedJob(
+            title=title, settings=settings, estimate=estimate, savings=savings, took=took, amount=amount
+        )
+        answer.print(verbose)
     return 1 if estimate.fits is False else 0
 
 
@@ -153,13 +158,15 @@ def _describe_settings(preset: Preset) -> tuple[str, str | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunOptions:
-    """A script to run up to trainer.train(), its own arguments, the devices to fit on, and what one costs an hour."""
+    """A script to run up to trainer.train(), its own arguments, the devices to fit on, what one costs an hour, and
+    whether tables are printed."""
 
     script: str
     arguments: list[str] = field(default_factory=list)
     hardware: str | Hardware = "auto"
     world_size: int | None = None
     price: float | None = None
+    verbose: bool = False
 
 
 def run_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, allow_unconfined: bool) -> NoReturn:
@@ -270,7 +277,16 @@ def _print_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool,
         content = estimate.to_dict() | {"duration": to_dict(estimate, took)}
         print_json(content | {"levers": [asdict(saving) for saving in savings]})
     else:
-        _print(options.script, estimate, savings, took, AmountOptions(price=options.price), TRAINERS_ORDER)
+        answer = EstimatedJob(
+            title=options.script,
+            settings=None,
+            estimate=estimate,
+            savings=savings,
+            took=took,
+            amount=AmountOptions(price=options.price),
+            tried=TRAINERS_ORDER,
+        )
+        answer.print(options.verbose)
     return 1 if estimate.fits is False else 0
 
 
@@ -295,41 +311,3 @@ def import_libraries() -> None:
 def _uncompiled(function=None, **kwargs):
     """torch.compile that leaves a function as it is."""
     return (lambda function: function) if function is None else function
-
-
-def _print(job: str, estimate, savings, took=None, amount: AmountOptions = AmountOptions(), made=None) -> None:
-    """Print the estimate.
-
-    Args:
-        made: the changes that were tried, where the model and its batches are made.
-    """
-    from hf_memopt.estimator.accounting.ledger import ROLLOUT_PHASES
-
-    verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[estimate.fits]
-    say(f"{job}: {size(estimate.device_bytes)} of {size(estimate.capacity_bytes)} predicted, {verdict}")
-    say(f"estimated: {estimate.estimated}")
-    print_speed(estimate, took, amount)
-    if any(phase in estimate.phases for phase in ROLLOUT_PHASES):
-        rows = [(phase.replace("_", " "), size(peak)) for phase, peak in estimate.phases.items() if peak]
-        print_table("phases, one after the other", ("phase", "peak"), rows)
-    rows = [(kind.replace("_", " "), size(part)) for kind, part in estimate.breakdown.items() if part]
-    print_table(f"at the peak, in {estimate.phase}", ("memory", "predicted"), rows)
-    print_table("in total", ("memory", "predicted"), _totals(estimate))
-    if savings:
-        fits = {True: "yes", False: "no", None: ""}
-        rows = [(saving.change, size(saving.saved_bytes), fits[saving.fits]) for saving in savings]
-        print_table("changes that save most", ("change", "predicted saving", "then fits"), rows)
-    if estimate.fits is False and not any(saving.fits for saving in savings):
-        tried = "changes" if made is None else ", ".join(change.label or "".join(change.settings) for change in made)
-        print(f"no combination of {tried} fits: `hf-memopt plan` looks for other models and more devices")
-    for note in estimate.notes:
-        say(f"note: {note}")
-
-
-def _totals(estimate) -> list[tuple[str, str]]:
-    """The totals, equal ones in one row: a CPU has no caching allocator and no context of its own."""
-    names: dict[int, list[str]] = {}
-    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes"):
-        label = name.removesuffix("_bytes").replace("_", " ")
-        names.setdefault(getattr(estimate, name), []).append(label)
-    return [(" = ".join(labels), size(value)) for value, labels in names.items()]

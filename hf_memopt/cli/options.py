@@ -69,6 +69,10 @@ def length_or_max(value: str | None) -> int | str | None:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Print tables of memory, speed and reasons instead of the short answer."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the files of another export.")]
 Method = Annotated[str, typer.Option("--method", help="full, lora or qlora.", autocompletion=method_names)]
 Strategy = Annotated[

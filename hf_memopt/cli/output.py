@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_memopt.redaction import redact
-from hf_memopt.terminal import console, plain
+from hf_memopt.terminal import console, plain, show_status
 
 
 def working(text: str) -> None:
     """Name what is being done, on a terminal only: in a pipe stderr is for errors."""
     if sys.stderr.isatty():
-        print(f"{text} …", file=sys.stderr, flush=True)
+        show_status(f"{text} …")
 
 
 def progress(text: str) -> None:
     """A line about what takes time."""
-    print(text, file=sys.stderr, flush=True)
+    show_status(text)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """`hf-memopt plan`: the fastest settings that fit, or the most frames of a video."""
 
-import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,15 +7,15 @@ from hf_memopt.cli.cards import CardOptions, run_cards
 from hf_memopt.cli.estimate import import_libraries, settle_job
 from hf_memopt.cli.foreign import plan_edits
 from hf_memopt.cli.output import print_json, print_table, progress
-from hf_memopt.cli.speed import AmountOptions, print_profile_speeds, profile_names, to_dict
+from hf_memopt.cli.plan_printed import print_plan
+from hf_memopt.cli.speed import AmountOptions, to_dict
 from hf_memopt.errors import InputError, choose
 from hf_memopt.files import folder_for
 from hf_memopt.foreign.source import Source
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
-from hf_memopt.packages import missing_for
 from hf_memopt.terminal import say
-from hf_memopt.units import gib, size
+from hf_memopt.units import gib
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,17 @@ def run_which_card(spec: JobSpec, cards: CardOptions, as_json: bool) -> int:
 
 
 def run_plan(
-    spec: JobSpec, export: ExportOptions, amount: AmountOptions, as_json: bool, source: Source | None = None
+    spec: JobSpec,
+    export: ExportOptions,
+    amount: AmountOptions,
+    as_json: bool,
+    verbose: bool,
+    source: Source | None = None,
 ) -> int:
     """Print the profiles that fit; 0 if anything fits, 1 if nothing does.
 
     Args:
+        verbose: tables of everything, instead of the answer.
         source: another tool's file or command that the job was read from, whose keys the plan is to answer in.
     """
     if export.profile not in PLAN_PROFILES:
@@ -61,7 +66,9 @@ def run_plan(
         edits = {"keys": keys, "diff": diff} if source else None
         print_json(plan.to_dict() | {"exported": written, "durations": _durations(plan, amount), "edits": edits})
         return 0 if plan.profiles else 1
-    _print_plan(plan, written, amount)
+    print_plan(plan, amount, verbose)
+    if written:
+        print(f"wrote {', '.join(written)}")
     if source and plan.profiles:
         say(diff or f"{source.label} has the settings of {plan.usual.name} already")
     return 0 if plan.profiles else 1
@@ -86,150 +93,6 @@ def _durations(plan, amount: AmountOptions) -> dict[str, Any]:
         )
         for profile in plan.profiles
     }
-
-
-def _print_plan(plan, written: list[str], amount: AmountOptions) -> None:
-    spec = plan.spec
-    preset = spec.preset
-    devices = f"{preset.processes} × " if preset.processes > 1 else ""
-    method = f"{preset.method}, " if plan.profiles else ""
-    length = "videos" if spec.video is not None else f"{spec.seq_len} tokens"
-    print(
-        f"{spec.model}, {method}{spec.effective_batch_size} samples a step of {length}, on {devices}"
-        f"{preset.hardware.label} ({gib(spec.memory)} each)"
-    )
-    if plan.profiles:
-        _print_profiles(plan)
-        print_profile_speeds(_by_settings(plan.profiles), amount, spec.seq_len, preset.processes)
-        _print_methods(plan)
-        say(_host_memory(plan))
-    if plan.rejected:
-        print_table(
-            "left out", ("settings", "reason"), [(rejected.settings, rejected.reason) for rejected in plan.rejected]
-        )
-    if not plan.profiles:
-        _print_nearest(plan)
-    elif spec.tool is None:
-        _print_start(spec, plan.usual)
-    for note in plan.notes:
-        say(f"note: {note}")
-    if written:
-        print(f"wrote {', '.join(written)}")
-
-
-def _print_start(spec, profile) -> None:
-    """The command that starts a profile; where there is no recipe, the fields for a script of one's own."""
-    from hf_memopt.estimator.trl_tasks import TRL_TASKS
-    from hf_memopt.planner.launch import (
-        has_recipe,
-        launch_command,
-        memory_settings,
-        recipe_name,
-        training_arguments,
-    )
-
-    if has_recipe(spec):
-        print(f"{profile.name}:\n  {launch_command(spec, profile)}")
-        if missing := missing_for(recipe_name(spec), profile.preset.strategy):
-            print(f"note: {missing}")
-        if recipe_name(spec) == "pretrain":
-            print("note: this trains on texts; for chats and answers, --task sft plans recipes/sft.py")
-        return
-    print(f"{profile.name}, for your own script:")
-    config = TRL_TASKS[spec.task].config if spec.task in TRL_TASKS else "TrainingArguments"
-    for name, fields in (
-        (config, training_arguments(spec, profile)),
-        ("MemoryArguments", memory_settings(profile)),
-    ):
-        values = ", ".join(f"{key}={value!r}" for key, value in sorted(fields.items()))
-        print(f"  {name}({values})")
-
-
-def _by_settings(profiles) -> list[list]:
-    """The profiles, those with the same settings together."""
-    return [list(group) for _, group in itertools.groupby(profiles, lambda profile: profile.choice)]
-
-
-def _print_profiles(plan) -> None:
-    """Print what each profile sets and is predicted to need; profiles with the same settings are one row."""
-    groups = _by_settings(plan.profiles)
-    rows = [
-        (
-            profile_names(group),
-            " ".join(f"{profile.share:.0%}" for profile in group),
-            group[0].summary,
-            size(group[0].estimate.device_bytes),
-            _speed(group[0].tokens_per_second),
-        )
-        for group in groups
-    ]
-    if plan.plain:
-        rows.append(_plain_row(plan.plain))
-    print_table("", ("profile", "fills", "settings", "predicted", "tokens/s"), rows)
-    first = [group[0] for group in groups]
-    kinds = [
-        kind
-        for kind in first[0].estimate.breakdown
-        if any(profile.estimate.breakdown[kind] > 2**20 for profile in first)
-    ]
-    rows = [("phase", *(profile.estimate.phase for profile in first))]
-    rows += [
-        (kind.replace("_", " "), *(size(profile.estimate.breakdown[kind]) for profile in first)) for kind in kinds
-    ]
-    print_table("at the peak", ("memory", *map(profile_names, groups)), rows)
-
-
-def _plain_row(plain) -> tuple[str, ...]:
-    """The row of the settings without host memory and rounding, and what they lose."""
-    about = "" if plain.estimated else "about "
-    predicted = f"{about}{size(plain.device_bytes)}"
-    if not plain.fits:
-        return "plain alternative", "", plain.settings, f"{predicted}: does not fit", ""
-    speed = f"{_speed(plain.tokens_per_second)} ({plain.relative_time:.2f} × the time)"
-    return "plain alternative", "", plain.settings, predicted, speed
-
-
-def _print_methods(plan) -> None:
-    """The methods that fit, beside each other, where the plan chose one."""
-    if len(plan.methods) < 2:
-        return
-    rows = [
-        (
-            f"{row.method} (planned)" if row.method == plan.spec.preset.method else row.method,
-            row.settings,
-            f"{'' if row.estimated else 'about '}{size(row.device_bytes)}",
-            _speed(row.tokens_per_second),
-        )
-        for row in plan.methods
-    ]
-    print_table("methods that fit", ("method", "settings", "predicted", "tokens/s"), rows)
-
-
-def _host_memory(plan) -> str:
-    """The host memory that the plan needs, and the host memory that it assumes."""
-    host, needed = plan.spec.host_memory, max(profile.estimate.host_bytes for profile in plan.profiles)
-    short = "" if needed <= host.bytes else ": too little to load the weights through, where that holds"
-    origin = f"assumed ({host.source})" if host.assumed else f"there ({host.source})"
-    return (
-        f"host memory: {gib(needed)} needed for each process, of {gib(host.bytes)} {origin}{short}; "
-        "--host-memory says how much there is"
-    )
-
-
-def _speed(tokens_per_second: float | None) -> str:
-    from hf_memopt.estimator.duration import two_digits
-
-    return "unknown" if tokens_per_second is None else two_digits(tokens_per_second)
-
-
-def _print_nearest(plan) -> None:
-    """Print how much memory is missing, and which changes would fit."""
-    if plan.missing_bytes:
-        print(f"nothing fits: {gib(plan.missing_bytes)} missing")
-    else:
-        print("nothing fits, and no estimate says how much memory is missing")
-    for change in plan.nearest:
-        print(f"  would fit: {change}")
 
 
 def run_lengths(spec: JobSpec, as_json: bool) -> int:

@@ -1,5 +1,6 @@
 """`hf-memopt plan`: its options, and which of its four answers they ask for."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from hf_memopt.cli.options import (
     Stack,
     Strategy,
     Tokens,
+    Verbose,
     answer_for,
     at_least_one,
     hardware_names,
@@ -25,7 +27,8 @@ from hf_memopt.errors import InputError
 from hf_memopt.units import GIB
 
 EXAMPLES = (
-    "Examples: hf-memopt plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048 · "
+    "Examples: hf-memopt plan llama-3.1-8b-instruct --hardware 'RTX 3060' --dataset my_chats.jsonl · "
+    "hf-memopt plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048 · "
     "hf-memopt plan llama-3.1-70b --hardware a100_80gbx8 --method lora --export my-run · "
     "hf-memopt plan qwen2.5-vl-7b --hardware rtx_4090 --method qlora --frames max · "
     "hf-memopt plan llama-3.1-8b --hardware rtx_4090 --method lora --seq-len max · "
@@ -92,6 +95,14 @@ def plan(
             "--set takes. Default: what the model is for."
         ),
     ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="A jsonl file, whose rows say the task (answers: sft, pairs: dpo, texts) and, for the time, how many "
+            "they are; or a hub name. It stands in the command that is printed.",
+        ),
+    ] = None,
     settings: Settings = None,
     frames: Annotated[
         str | None, typer.Option(help="max: the most frames of a video that fit, for several frame sizes.")
@@ -126,6 +137,7 @@ def plan(
     samples: Samples = None,
     price: Price = None,
     stack: Stack = None,
+    verbose: Verbose = False,
     json: Json = False,
 ) -> None:
     """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
@@ -133,27 +145,32 @@ def plan(
     from hf_memopt.cli.foreign import left_open, read_job
     from hf_memopt.cli.plan import ExportOptions, run_frames, run_lengths, run_plan, run_which_card
     from hf_memopt.cli.speed import AmountOptions
+    from hf_memopt.data.what_for import is_readable, task_and_samples
     from hf_memopt.hardware.host_memory import HostMemory
 
     answer_for(stack)
-    amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
-    cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
     any_card, longest = hardware.lower() == ANY, seq_len == "max"
-    if not any_card:
-        cards.refuse()
-    elif frames is not None or longest:
+    if any_card and (frames is not None or longest):
         limit = "--frames" if frames is not None else "--seq-len"
         raise InputError(f"{limit} max is counted for one card: name it with --hardware")
     if frames is not None and task is not None:
         raise InputError(f"--frames max counts the frames of videos: leave --task {task} out")
-    one_card = {"--memory": memory, "--strategy": strategy, "--export": export, "--price": price} if any_card else {}
-    for name in (name for name, value in one_card.items() if value is not None):
+    one_card = {"--memory": memory, "--strategy": strategy, "--export": export, "--price": price, "--dataset": dataset}
+    for name in (name for name, value in one_card.items() if any_card and value is not None):
         raise InputError(f"{name} belongs to one card: name it with --hardware, or leave {name} out")
-    for name in (name for name, value in (("--export", export), ("--strategy", strategy)) if longest and value):
+    lengths = {"--export": export, "--strategy": strategy, "--dataset": dataset}
+    for name in (name for name, value in lengths.items() if longest and value):
         raise InputError(f"--seq-len max is a question of one device's memory: leave {name} out")
-    of_settings = {"--memory": memory, "--host-memory": host_memory, "--export": export}
+    of_settings = {"--memory": memory, "--host-memory": host_memory, "--export": export, "--dataset": dataset}
     for name in (name for name, value in of_settings.items() if frames is not None and value is not None):
         raise InputError(f"--frames max counts the frames of one device's whole memory: leave {name} out")
+    if dataset and is_readable(dataset):
+        found, rows = task_and_samples(dataset)
+        task = task or found
+        if samples is None and tokens is None:
+            samples = str(rows)
+    amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
+    cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
     spec, source = read_job(
         model,
         "any",
@@ -167,14 +184,17 @@ def plan(
         host_memory=host_memory and HostMemory(int(host_memory * GIB), "--host-memory", assumed=False),
         task=task,
     )
+    spec = replace(spec, dataset=dataset)
     if source is not None:
         if export:
             raise InputError("--export writes files of the recipes: hf-memopt migrate FILE DIR does so of a file")
         spec = left_open(spec)
+    if not any_card:
+        cards.refuse()
     if any_card:
         raise typer.Exit(run_which_card(spec, cards, json))
     if frames is not None:
         raise typer.Exit(run_frames(spec, frames, json))
     if longest:
         raise typer.Exit(run_lengths(spec, json))
-    raise typer.Exit(run_plan(spec, ExportOptions(export, overwrite, profile), amount, json, source))
+    raise typer.Exit(run_plan(spec, ExportOptions(export, overwrite, profile), amount, json, verbose, source))

@@ -65,6 +65,7 @@ class JobSpec:
         clips: settings of a video model's clips, until they are settled to `video` and `frozen`.
         video: the clips of a sample.
         frozen: parts of a video model that are not trained.
+        dataset: that the launch command trains on, as its user writes it.
         streaming: a plan may keep frozen weights in host memory.
         tool: whose configuration it was read from; what that leaves out, TrainingArguments decide, and no preset.
     """
@@ -95,6 +96,7 @@ class JobSpec:
     clips: dict[str, Any] = field(default_factory=dict)
     video: Any = None
     frozen: tuple[str, ...] = ()
+    dataset: str | None = None
     streaming: bool = False
     tool: Tool | None = None
 

@@ -69,9 +69,10 @@ def memory_settings(profile) -> dict[str, Any]:
 
 
 def launch_command(spec: JobSpec, profile) -> str:
-    """The command that starts a profile from the current folder, with the recipes of this installation, once
-    YOUR_DATA.jsonl is replaced."""
-    return " ".join([*launcher_command(profile), *recipe_command(spec, profile), "--dataset_name", "YOUR_DATA.jsonl"])
+    """The command that starts a profile from the current folder, with the recipes of this installation; where the
+    user named no data, once YOUR_DATA.jsonl is replaced."""
+    data = ["--dataset_name", shlex.quote(spec.dataset or "YOUR_DATA.jsonl")]
+    return " ".join([*launcher_command(profile), *recipe_command(spec, profile), *data])
 
 
 def accelerate_config(profile, deepspeed_file: str | None = None) -> dict[str, Any]:

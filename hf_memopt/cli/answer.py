@@ -1,0 +1,124 @@
+"""The answer first: a verdict, memory as a bar, a line a figure and the command, within a terminal of 80 × 24."""
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from hf_memopt.cli.speed import AmountOptions
+from hf_memopt.units import gib, size
+
+_LINES = 24  # of a terminal that nobody enlarged
+_LABEL = 7  # characters before a line's text
+_BAR = 30  # characters
+_WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")  # of a shell, with its quotes
+_STANDING = ("speed: ", "reserved and device bytes follow")  # notes that every answer has: in the tables
+
+
+def width() -> int:
+    """Characters in a line; in a pipe 80."""
+    return min(max(shutil.get_terminal_size((80, 24)).columns, 40), 100)
+
+
+def paragraph(text: str, label: str = "") -> list[str]:
+    """A text in lines that break between words, behind its label."""
+    begin = f"{label:<{_LABEL}}" if label else ""
+    return textwrap.wrap(
+        text,
+        width(),
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def one_each(label: str, texts: Iterable[str]) -> list[str]:
+    """A line for each text, cut between words where it is longer; only the first has the label."""
+    room = width() - _LABEL
+    cut = [textwrap.shorten(text, room, placeholder=" …") for text in texts]
+    return [f"{'' if index else label:<{_LABEL}}{text}" for index, text in enumerate(cut)]
+
+
+def memory_bar(estimate) -> list[str]:
+    """Predicted bytes of the device's, as a bar, and what they hold at the peak."""
+    parts = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
+    held = estimate.device_bytes - sum(estimate.breakdown.values())
+    named = [f"{kind.replace('_', ' ')} {size(part)}" for kind, part in parts if part > estimate.device_bytes / 50]
+    if held > estimate.device_bytes / 50:
+        named.append(f"allocator and context {size(held)}")
+    lines = paragraph(", ".join(named), f"in {estimate.phase}: ")
+    if estimate.capacity_bytes is None:
+        return [f"{size(estimate.device_bytes)} predicted, of a capacity that is not known", *lines]
+    share = estimate.device_bytes / estimate.capacity_bytes
+    filled = min(_BAR, round(_BAR * share))
+    bar = "█" * filled + "░" * (_BAR - filled)
+    return [f"{bar} {size(estimate.device_bytes)} of {size(estimate.capacity_bytes)}, {share:.0%}", *lines]
+
+
+def speed_lines(estimate, took, amount: AmountOptions, samples: int | None = None) -> list[str]:
+    """Speed with its error, and the time and the cost of an amount of training.
+
+    Args:
+        samples: of an optimizer step.
+    """
+    from hf_memopt.estimator.duration import predicted_within, time_text, two_digits
+
+    if estimate.step_seconds is None:
+        reasons = [note.removeprefix("speed: ") for note in estimate.notes if note.startswith("speed: ")]
+        return paragraph(f"unknown: {'; '.join(reasons)}", "speed")
+    parts = [] if estimate.tokens_per_second is None else [f"{two_digits(estimate.tokens_per_second)} tokens/s"]
+    step = "a step" if samples is None else f"a step of {samples} samples"
+    parts.append(f"{time_text(estimate.step_seconds)} {step}")
+    error = predicted_within(estimate.speed_error).removeprefix("predicted").strip(", ")
+    lines = paragraph(f"{', '.join(parts)}, {error}", "speed")
+    if took is not None:
+        each = "" if amount.samples is None else ", each sample as long as --seq-len"
+        what = f"{took.tokens:,} tokens{each}" if took.steps is None else f"{took.steps:,} steps of the largest batch"
+        cost = "" if took.cost is None else f", cost in total {two_digits(took.cost)}"
+        lines += paragraph(f"{time_text(took.seconds)} for {what}{cost}", "time")
+    return lines
+
+
+def host_lines(needed: int, host=None) -> list[str]:
+    """Host memory that a process needs and, where it was asked for or assumed, how much there is."""
+    if host is None:
+        return paragraph(f"{size(needed)} of host memory", "host")
+    short = "" if needed <= host.bytes else ": too little to load the weights through, where that holds"
+    there = f"{gib(host.bytes)} {'assumed' if host.assumed else 'there'} ({host.source}; --host-memory){short}"
+    return paragraph(f"{gib(needed)} of host memory a process, of {there}", "host")
+
+
+def command_lines(command: str, label: str = "run") -> list[str]:
+    """A shell command in lines that a shell reads as one; an option and its value stand together."""
+    groups: list[list[str]] = []
+    for word in _WORD.findall(command):
+        if groups and len(groups[-1]) == 1 and not word.startswith("--"):
+            groups[-1].append(word)
+        else:
+            groups.append([word])
+    lines = textwrap.wrap(
+        " ".join("\0".join(group) for group in groups),
+        width() - _LABEL - 2,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    begins = [f"{label:<{_LABEL}}", *[" " * _LABEL] * len(lines)]
+    ends = [*[" \\"] * (len(lines) - 1), ""]
+    return [f"{begin}{line}{end}".replace("\0", " ") for begin, line, end in zip(begins, lines, ends, strict=False)]
+
+
+def note_lines(notes: Iterable[str]) -> list[str]:
+    """The notes of this answer; those that every answer has stand beside the tables."""
+    return [line for note in notes if not note.startswith(_STANDING) for line in paragraph(note, "note")]
+
+
+def print_answer(head: Sequence[str], more: Sequence[str], tail: Sequence[str]) -> None:
+    """Print the lines of an answer.
+
+    Args:
+        more: lines of which as many are printed as a small terminal has room for.
+    """
+    room = max(0, _LINES - 1 - len(head) - len(tail))
+    end = "more   --verbose: tables of memory, speed and reasons; --json: all of it"
+    print("\n".join([*head, *more[:room], *tail, end]))

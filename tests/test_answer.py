@@ -1,0 +1,153 @@
+"""The short answer: a verdict first, within 24 lines of 80 columns, and a command that can be pasted."""
+
+import json
+import shlex
+
+import pytest
+
+from hf_memopt import InputError
+from hf_memopt.cli.answer import command_lines, memory_bar, note_lines, one_each, paragraph, print_answer
+from hf_memopt.data.what_for import is_readable, task_and_samples
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.terminal import PlainStream, clear_status, show_status
+
+
+def _lines(out: str) -> list[str]:
+    lines = out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80, out
+    return lines
+
+
+def _pasted(lines: list[str]) -> list[str]:
+    """The words that a shell reads of the lines behind "run"."""
+    first = next(index for index, line in enumerate(lines) if line.startswith("run "))
+    last = next(index for index in range(first, len(lines)) if not lines[index].endswith("\\"))
+    return shlex.split("\n".join(line[7:] for line in lines[first : last + 1]).replace("\\\n", ""))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "accelerate launch --config_file a.yaml recipes/sft.py --preset a100_80gb --dataset_name 'my chats.jsonl'",
+        'accelerate launch --multi_gpu --num_machines 2 --machine_rank "$MACHINE_RANK" recipes/sft.py --x ' + "y" * 90,
+        "python train.py " + " ".join(f"--option_{number} {number}" for number in range(40)),
+    ],
+)
+def test_a_command_in_lines_is_the_command(command):
+    lines = command_lines(command)
+    assert _pasted(lines) == shlex.split(command) and len(lines) > 1
+    assert all(len(line) <= 80 or "y" * 90 in line for line in lines)
+    assert not any(line.endswith("--option_7 \\") for line in lines), "an option and its value stand together"
+
+
+def test_reasons_give_way_to_the_command(capsys):
+    head, tail = paragraph("YES"), command_lines("a " + " ".join(f"--option_{n} {n}" for n in range(40)))
+    print_answer(head, one_each("not", [f"reason {n}: " + "word " * 40 for n in range(30)]), tail)
+    lines = _lines(capsys.readouterr().out)
+    assert lines[0] == "YES" and lines[1].startswith("not    reason 0") and lines[1].endswith(" …")
+    assert set(tail) <= set(lines)
+
+
+def test_the_bar_is_full_where_memory_is_short():
+    def bar(needed, capacity):
+        kinds = {"parameters": needed}
+        return memory_bar(Estimate(needed, needed, needed, 1, "forward", kinds, {}, capacity, {}, ()))[0]
+
+    assert "░" not in bar(20, 10) and "200%" in bar(20, 10)
+    assert bar(5, 10).count("█") == bar(5, 10).count("░")
+    assert "not known" in bar(5, None)
+
+
+def test_notes_that_every_answer_has_stand_with_the_tables():
+    notes = ["speed: ±20% is what …", "a choice of this plan", "reserved and device bytes follow a model of …"]
+    assert note_lines(notes) == ["note   a choice of this plan"]
+
+
+def test_progress_goes_away(monkeypatch):
+    class Terminal:
+        written = ""
+
+        def write(self, text):
+            self.written += text
+
+        def flush(self):
+            pass
+
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", PlainStream(terminal))
+    show_status("estimating 1 of 2")
+    show_status("estimating 2 of 2")
+    clear_status()
+    shown = terminal.written.split("\r")
+    assert shown[0] == "estimating 1 of 2" and shown[2] == "estimating 2 of 2"
+    assert not shown[1].strip() and not shown[3].strip() and "\n" not in terminal.written
+
+
+# ---- data sets
+
+
+@pytest.mark.parametrize(
+    ("row", "task"),
+    [
+        ({"messages": [{"role": "user", "content": "?"}]}, "sft"),
+        ({"instruction": "a", "output": "b"}, "sft"),
+        ({"prompt": "a", "completion": "b"}, "sft"),
+        ({"chosen": "a", "rejected": "b", "prompt": "?"}, "dpo"),
+        ({"text": "a"}, None),
+        ({"video": "clip.mp4", "messages": []}, None),
+    ],
+)
+def test_rows_say_what_they_train_for(row, task, jsonl):
+    path = jsonl([row] * 3)
+    assert is_readable(str(path)) and task_and_samples(str(path)) == (task, 3)
+
+
+def test_data_that_nothing_trains_on(jsonl, tmp_path):
+    with pytest.raises(InputError, match="has the columns foo; write rows such as"):
+        task_and_samples(str(jsonl([{"foo": 1}])))
+    with pytest.raises(InputError, match="no such file or folder"):
+        is_readable("nowhere.jsonl")
+    assert not is_readable("trl-lib/Capybara")
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(InputError, match="is empty"):
+        task_and_samples(str(tmp_path / "empty.jsonl"))
+
+
+# ---- whole answers
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "begin"),
+    [
+        (["plan", "smollm2-135m", "--hardware", "rtx_3060"], 0, "YES, with full: "),
+        (["plan", "smollm2-135m", "--hardware", "rtx_4090x4", "--method", "lora"], 0, "YES, with lora: "),
+        (["plan", "smollm2-135m", "--hardware", "rtx_3060", "--method", "full", "--memory", "0.2"], 1, "NO: "),
+        (["estimate", "smollm2-135m", "--hardware", "rtx_3060", "--levers"], 0, "YES, it fits: "),
+        (["estimate", "llama-2-7b", "--hardware", "rtx_3060", "--method", "full"], 1, "NO, it does not fit:"),
+    ],
+)
+@pytest.mark.slow
+def test_answers_fit_a_terminal(words, code, begin, command):
+    made, out, err = command(*words, *(["--tokens", "10M", "--price", "0.5"] if code == 0 else []))
+    lines = _lines(out)
+    assert made == code and lines[0].startswith(begin), err
+    if code == 0:
+        assert any(line.startswith("time ") for line in lines)
+    if words[0] == "plan" and code == 0:
+        assert json.loads(command(*words, "--json")[1])["profiles"][1]["launch"] == " ".join(_pasted(lines))
+
+
+@pytest.mark.slow
+def test_the_data_stand_in_the_command(command, jsonl):
+    data = jsonl([{"prompt": f"{n}?", "completion": "yes"} for n in range(8)])
+    code, out, err = command("plan", "smollm2-135m", "--hardware", "rtx_3060", "--method", "lora", "--dataset", data)
+    assert code == 0, err
+    words = _pasted(out.splitlines())  # a longer line than a terminal's: the path of the data
+    assert words[words.index("--dataset_name") + 1] == str(data) and "recipes/sft.py" in words
+    assert any(line.startswith("time ") for line in out.splitlines())
+    for refused in (["--hardware", "any"], ["--hardware", "rtx_3060", "--seq-len", "max"]):
+        code, _, err = command("plan", "smollm2-135m", *refused, "--dataset", data)
+        assert code == 2 and "leave --dataset out" in err
