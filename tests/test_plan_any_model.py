@@ -76,4 +76,4 @@ def test_what_no_recipe_trains_is_not_exported(command, tmp_path):
 @pytest.mark.slow
 def test_a_plan_that_no_recipe_runs_is_printed(command):
     code, out, _ = command("plan", "bert-base", "--hardware", "t4")
-    assert code == 0 and "  TrainingArguments(" in out
+    assert code == 0 and "\nscript TrainingArguments(" in out
