@@ -39,17 +39,17 @@ def predicted(preset, model: str, fields: dict, tokens: int, hardware, **more) -
         found = estimate(model, fields, tokens, hardware, **more)
     except InputError as error:
         return {"refused": str(error)}
-    sizes = kept(found, "device_bytes", "peak_allocated_bytes", "breakdown", "phase")
+    sizes = kept(found, "device_bytes", "host_bytes", "peak_allocated_bytes", "breakdown", "phase")
     return sizes | {"seconds": round(time.perf_counter() - began, 1)}
 
 
 def smallest(kind: str, preset_name: str, model: str, method: str) -> dict:
-    """The smallest settings of a method on a kind of device."""
-    preset = get_preset(preset_name, method=method)
+    """The smallest settings of a method on a kind of device; streamed is QLoRA whose weights host memory holds."""
+    preset = get_preset(preset_name, method="qlora" if method == "streamed" else method)
     fields = SMALLEST | ({} if kind == "mps" else {"optim": "adamw_8bit"})
     fields |= {"bf16": preset.precision == "bf16", "fp16": preset.precision == "fp16"}
     more = {"dtype": "bfloat16" if method == "full" else preset.dtype}
-    more["memory_args"] = MemoryArguments(loss_chunk_size=512)
+    more["memory_args"] = MemoryArguments(loss_chunk_size=512, weight_streaming=method == "streamed")
     row = {"kind": kind, "model": model, "method": method, "tokens": TOKENS}
     return row | predicted(preset, model, fields, TOKENS, preset.hardware, **more)
 
@@ -57,7 +57,7 @@ def smallest(kind: str, preset_name: str, model: str, method: str) -> dict:
 def cards():
     for kind, preset in (("gpu", "a100_80gb"), ("mps", "apple_m4_max_64gb")):
         for model in JOBS["cards"]["models"]:
-            for method in ("full", "lora", "qlora"):
+            for method in ("full", "lora", "qlora", *(["streamed"] if kind == "gpu" else [])):
                 yield smallest(kind, preset, model, method)
     for name in JOBS["cards"]["cards"]:
         card = get_hardware(name)

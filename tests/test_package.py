@@ -77,8 +77,8 @@ def test_no_link_of_the_description_is_relative(source):
     text = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["describe"](readme, source)
     targets = set(re.findall(r"\]\(([^)\s]+)\)", text))
     assert all(target.startswith(("https:", "http:")) for target in targets)
-    assert (f"{source}/blob/main/docs/plans.md" in targets) == (f"{source}/raw/main/docs/images/report.png" in targets)
-    assert bool(targets) == bool(source) and "docs/plans.md" in readme and "How plans are made" in text
+    assert (f"{source}/blob/main/docs/plans.md" in targets) == (f"{source}/raw/main/docs/images/plan.svg" in targets)
+    assert bool(targets) == bool(source) and "docs/plans.md" in readme and "how plans are made" in text
 
 
 def test_unknown_attribute_is_an_attribute_error():

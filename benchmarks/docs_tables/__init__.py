@@ -15,7 +15,7 @@ from docs_tables.speeds import published_speeds
 from docs_tables.stacks import stacks
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"cards": partial(cards, ""), "published speeds": published_speeds},
+    "README.md": {"few cards": partial(cards, "", few=True)},
     "docs/api.md": API,
     "docs/clusters.md": clusters.TABLES,
     "docs/estimate.md": estimate.TABLES,

@@ -1,5 +1,7 @@
 """README.md and docs/quickstart.md: what runs on which card."""
 
+from functools import partial
+
 from docs_tables.markdown import (
     METHOD_NAMES,
     gib,
@@ -11,25 +13,31 @@ from docs_tables.markdown import (
 from hf_memopt.levers.arguments import PLAN_PROFILES
 
 
-def cards(up: str) -> str:
+_FEW = ("rtx_3060", "rtx_4090", "a100_80gb", "mi300x", "apple_m2_16gb")
+
+
+def cards(up: str, few: bool = False) -> str:
     """One row per card, one column per model: the largest method that fits, and what the next larger one would need.
 
     Args:
         up: relative path from the page to the repository root.
+        few: a card of each kind alone.
     """
     rows = results("cards")["rows"]
     needs = {(row["kind"], row["model"], row["method"]): row.get("device_bytes") for row in rows if "model" in row}
     models = list(dict.fromkeys(model for _, model, _ in needs))
     lines = []
-    for card in (row for row in rows if "card" in row):
+    for card in (row for row in rows if "card" in row and (not few or row["card"] in _FEW)):
+        streamed = [needs.get((card["kind"], model, "streamed")) for model in models]
         sizes = ({method: needs.get((card["kind"], model, method)) for method in METHOD_NAMES} for model in models)
         label = f"{card['label']} ({gib(card['capacity_bytes'])} GiB)"
-        lines.append([label, *(largest_method(size, card["capacity_bytes"]) for size in sizes)])
+        lines.append([label, *map(partial(largest_method, capacity=card["capacity_bytes"]), sizes, streamed)])
     return f"{table(['card', *(f'`{model}`' for model in models)], lines)}\n\n{predicted('cards', up)}"
 
 
-def largest_method(sizes: dict[str, int | None], capacity: int) -> str:
-    """The largest method that fits, in bold, and the next larger one, struck through; only the latter if none fits."""
+def largest_method(sizes: dict[str, int | None], streamed: int | None, capacity: int) -> str:
+    """The largest method that fits, in bold, and the next larger one, struck through; if none fits, QLoRA with its
+    weights in host memory, where that does."""
     too_large = ""
     for method, size in sizes.items():
         if size is None:
@@ -39,4 +47,6 @@ def largest_method(sizes: dict[str, int | None], capacity: int) -> str:
             tight = " (tight)" if size > PLAN_PROFILES["maximum"][1] * capacity else ""  # more than plans fill
             return f"**{need}**{tight} {too_large}".strip()
         too_large = f"~~{need}~~"
+    if streamed and streamed <= PLAN_PROFILES["maximum"][1] * capacity:
+        return f"weights in host memory {gib(streamed)} {too_large}"
     return f"{too_large} out of memory"
