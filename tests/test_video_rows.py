@@ -5,6 +5,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from hf_memopt.data.sources import load_rows
 from hf_memopt.errors import InputError
 from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.downloads import Downloads
@@ -39,6 +40,34 @@ def test_llava_video_writes_image_for_a_video():
     ]
     with pytest.raises(InputError, match=r"row 3: has more <video> tags than videos"):
         conversation({**row, "conversations": [{"from": "human", "value": "<image><image>"}, turns[1]]}, "row 3")
+
+
+def test_a_caption_is_the_answer_to_its_clip():
+    messages, media = conversation({"video": "a.mp4", "caption": "A door opens."}, "row 0")
+    assert roles(messages) == [("user", ["video"]), ("assistant", ["A door opens."])]
+    assert media == [Medium("video", "a.mp4")]
+    with pytest.raises(
+        InputError, match="row 1: its caption describes a `video` or an `image`, and the row has neither"
+    ):
+        conversation({"caption": "A door opens."}, "row 1")
+
+
+def test_a_folder_of_clips_has_its_captions_beside_them(tmp_path):
+    for name in ("b.mp4", "a.mp4", "c.png"):
+        (tmp_path / name).write_bytes(b"clip")
+        (tmp_path / name).with_suffix(".txt").write_text(f"What {name} shows.\n", encoding="utf-8")
+    rows, _, form = load_rows(str(tmp_path), held_out=0, with_media=True)
+    assert form == "caption" and rows["caption"] == [f"What {name} shows." for name in ("a.mp4", "b.mp4", "c.png")]
+    _, (medium,) = conversation(rows[2], "row 2")
+    assert medium == Medium("image", str((tmp_path / "c.png").resolve()))
+    with pytest.raises(InputError, match="has the columns video, image, caption; accepted are"):
+        load_rows(str(tmp_path), held_out=0)  # a recipe of texts
+    (tmp_path / "a.txt").write_text(" ")
+    with pytest.raises(InputError, match=r"a\.txt is empty: write the caption of a\.mp4 into it"):
+        load_rows(str(tmp_path), with_media=True)
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(InputError, match=r"a.mp4 of 3 files without a caption: .* \(a.txt\)"):
+        load_rows(str(tmp_path), with_media=True)
 
 
 def test_an_image_stays_one_beside_a_video():

@@ -33,6 +33,7 @@ FORMS = {
     "prompt/completion": Form(("prompt", "completion")),
     "alpaca": Form(("instruction", "output"), ("input", *SYSTEM, "tools")),
     "text": Form(("text",), ()),
+    "caption": Form(("caption",)),  # of a video or an image, which is the question
 }
 
 # What a row may say of its clips, as qwen-vl-utils spells it: video/sampling.py.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_memopt.data.clip_folder import captioned_rows
 from hf_memopt.data.columns import FORMS, find_form, find_unused
 from hf_memopt.data.pairs import check_pair_columns
 from hf_memopt.data.row_files import READERS, encoded_rows, find_columns
@@ -35,8 +36,9 @@ def load_rows(
     """Training rows, held-out rows and the form of their columns (a name in columns.FORMS).
 
     Args:
-        source: a hub name, a local file (json, jsonl, csv, parquet, txt), a folder of such files or of
-            save_to_disk; None or an embedded corpus ("builtin:documents", "builtin:questions", "builtin:preferences").
+        source: a hub name, a local file (json, jsonl, csv, parquet, txt), a folder of such files, of save_to_disk or of
+            clips with captions (clip_folder.py); None or an embedded corpus ("builtin:documents", "builtin:questions",
+            "builtin:preferences").
         config: the hub dataset's configuration name.
         split: the split to train on.
         held_out_split: the split to evaluate on; without one, `held_out` of the training rows.
@@ -57,7 +59,7 @@ def load_rows(
     if pairs:
         form, unused = "pairs", check_pair_columns(_column_names(rows, source), source)
     else:
-        form = _columns(rows, source)
+        form = _columns(rows, source, with_media)
         unused = find_unused(_column_names(rows, source), form, with_media)
     _warn_unused(unused, source)
     if streaming:
@@ -88,7 +90,7 @@ def _warn_unused(unused: list[str], source) -> None:
 
 
 def _open(source, config, streaming) -> dict:
-    from datasets import load_dataset, load_from_disk
+    from datasets import Dataset, load_dataset, load_from_disk
 
     if source in ("builtin:documents", "builtin:questions", "builtin:preferences"):
         rows = _embedded(source)
@@ -103,6 +105,8 @@ def _open(source, config, streaming) -> dict:
             loaded = load_from_disk(str(path))
             splits = loaded if isinstance(loaded, dict) else {"train": loaded}
             return {name: rows.to_iterable_dataset() for name, rows in splits.items()} if streaming else splits
+        if path.is_dir() and (captioned := captioned_rows(path, source)):
+            return {"train": Dataset.from_list(captioned)}
         return load_dataset(str(path) if path.is_dir() else source, config, streaming=streaming)
 
 
@@ -168,14 +172,15 @@ def _column_names(rows, source) -> list[str]:
         raise InputError(f"data set {source!r}: {one_line(error)}") from error
 
 
-def _columns(rows, source) -> str:
+def _columns(rows, source, with_media: bool) -> str:
     """The name of the first form whose columns the rows have."""
     names = _column_names(rows, source)
     if not names:
         raise InputError(f"data set {source!r} is empty: the split has no rows")
     form = find_form(names)
-    if form is None:
-        accepted = "; ".join(" + ".join(form.needed) for form in FORMS.values())
+    forms = {name: form for name, form in FORMS.items() if with_media or name != "caption"}
+    if form not in forms:
+        accepted = "; ".join(" + ".join(form.needed) for form in forms.values())
         raise InputError(f"data set {source!r} has the columns {', '.join(names) or 'none'}; accepted are: {accepted}")
     return form
 

@@ -102,6 +102,8 @@ def _turns(row: dict, form: str, where: str):
         context = "" if is_empty(row.get("input")) else f"\n\n{_text(row, 'input', where)}"
         question = _text(row, "instruction", where) + context
         return [_turn("user", question), _turn("assistant", _text(row, "output", where))]
+    if form == "caption":
+        return [_turn("user", ""), _turn("assistant", _text(row, "caption", where))]
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         return [*prompt, *completion]

@@ -52,6 +52,8 @@ def conversation(row: dict, where: str, urls: bool = False) -> tuple[list[dict],
         raise InputError(f"{where}: has neither messages nor {', '.join(forms)} nor {last}")
     check_columns(row, form, where, with_media=True)
     listed = {kind: _listed(row, kind) for kind in _KINDS}
+    if form == "caption" and not any(listed.values()):
+        raise InputError(f"{where}: its caption describes a `video` or an `image`, and the row has neither")
     messages = [_with_parts(message, where) for message in read_messages(row, form, where)]
     if not any(message["role"] == "assistant" for message in messages):
         raise InputError(f"{where}: has no answer (a message of the assistant)")
