@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from random import Random
 
 import pytest
 
@@ -38,6 +39,18 @@ def test_a_command_in_lines_is_the_command(command):
     assert _pasted(lines) == shlex.split(command) and len(lines) > 1
     assert all(len(line) <= 80 or "y" * 90 in line for line in lines)
     assert not any(line.endswith("--option_7 \\") for line in lines), "an option and its value stand together"
+
+
+def test_no_line_ends_within_quotes():
+    """Options whose values are JSON, paths with spaces and variables, at every place of a line."""
+    random = Random(0)
+    values = ["1", "a.yaml", '{"use_reentrant": false, "every_n_layers": 2}', "my own chats.jsonl", "it's", '"$RANK"']
+    for _ in range(300):
+        words = ["accelerate", "launch"]
+        for number in range(random.randint(1, 30)):
+            value = random.choice(values)
+            words += [f"--{'o' * random.randint(1, 30)}{number}", value if "$" in value else shlex.quote(value)]
+        assert _pasted(command_lines(" ".join(words))) == shlex.split(" ".join(words))
 
 
 def test_reasons_give_way_to_the_command(capsys):

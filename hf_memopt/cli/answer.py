@@ -98,7 +98,7 @@ def command_lines(command: str, label: str = "run") -> list[str]:
         else:
             groups.append([word])
     lines = textwrap.wrap(
-        " ".join("\0".join(group) for group in groups),
+        " ".join("\0".join(group).replace(" ", "\0") for group in groups),  # no line ends within quotes
         width() - _LABEL - 2,
         break_long_words=False,
         break_on_hyphens=False,

@@ -36,9 +36,9 @@ def load_rows(
     """Training rows, held-out rows and the form of their columns (a name in columns.FORMS).
 
     Args:
-        source: a hub name, a local file (json, jsonl, csv, parquet, txt), a folder of such files, of save_to_disk or of
-            clips with captions (clip_folder.py); None or an embedded corpus ("builtin:documents", "builtin:questions",
-            "builtin:preferences").
+        source: a hub name, a local file (json, jsonl, csv, parquet, txt), a folder of such files, of save_to_disk or
+            of clips with captions (clip_folder.py); None or an embedded corpus ("builtin:documents",
+            "builtin:questions", "builtin:preferences").
         config: the hub dataset's configuration name.
         split: the split to train on.
         held_out_split: the split to evaluate on; without one, `held_out` of the training rows.

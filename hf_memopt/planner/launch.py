@@ -136,6 +136,9 @@ def write_files(spec: JobSpec, profile, directory: str, overwrite: bool = False)
     files["accelerate.yaml"] = yaml_text(config, comment)
     argv = recipe_command(spec, profile)
     argv[0] = shlex.quote(str(_recipe_file(spec)))
+    if spec.dataset:
+        data = Path(spec.dataset).expanduser()
+        argv += ["--dataset_name", shlex.quote(str(data.resolve()) if data.exists() else spec.dataset)]
     files |= scripts(profile.preset, folder, argv)
     write_folder(folder, files, overwrite)
     return [str(folder / file) for file in sorted(files)]
