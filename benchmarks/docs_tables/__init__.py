@@ -13,6 +13,7 @@ from docs_tables.package import API, presets
 from docs_tables.questions import FIRST_QUESTIONS, answer, question_rows
 from docs_tables.speeds import published_speeds
 from docs_tables.stacks import stacks
+from docs_tables.ways import answers
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"few cards": partial(cards, "", few=True)},
@@ -35,4 +36,5 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/trl.md": trl.TABLES,
     "docs/versions.md": {"stacks": stacks},
     "docs/video.md": video.TABLES,
+    **answers(),
 }

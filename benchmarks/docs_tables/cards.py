@@ -12,7 +12,6 @@ from docs_tables.markdown import (
 
 from hf_memopt.levers.arguments import PLAN_PROFILES
 
-
 _FEW = ("rtx_3060", "rtx_4090", "a100_80gb", "mi300x", "apple_m2_16gb")
 
 

@@ -97,9 +97,11 @@ def command_lines(command: str, label: str = "run") -> list[str]:
             groups[-1].append(word)
         else:
             groups.append([word])
+    room = width() - _LABEL - 2
+    parts = ([" ".join(group)] if len(" ".join(group)) <= room else group for group in groups)
     lines = textwrap.wrap(
-        " ".join("\0".join(group).replace(" ", "\0") for group in groups),  # no line ends within quotes
-        width() - _LABEL - 2,
+        " ".join(part.replace(" ", "\0") for group in parts for part in group),  # no line ends within quotes
+        room,
         break_long_words=False,
         break_on_hyphens=False,
     )

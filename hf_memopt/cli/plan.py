@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_memopt.cli.answer import paragraph
 from hf_memopt.cli.cards import CardOptions, run_cards
 from hf_memopt.cli.estimate import import_libraries, settle_job
 from hf_memopt.cli.foreign import plan_edits
@@ -117,10 +118,9 @@ def run_lengths(spec: JobSpec, as_json: bool) -> int:
 
 
 def _print_lengths(spec, lengths) -> None:
-    print(
-        f"{spec.model_name} on {spec.preset.hardware.label} ({gib(spec.memory)}): the longest sequence "
-        f"predicted to fit in {PLAN_PROFILES['balanced'][1]:.0%} of it, one sample at a time"
-    )
+    title = f"{spec.model_name} on {spec.preset.hardware.label} ({gib(spec.memory)}): the longest sequence "
+    title += f"predicted to fit in {PLAN_PROFILES['balanced'][1]:.0%} of it, one sample at a time"
+    print("\n".join(paragraph(title)))
     if not lengths:
         print("nothing fits: the weights alone take more; see --method qlora")
         return
@@ -187,11 +187,10 @@ def frames_job(spec: JobSpec):
 def _print_frames(spec: JobSpec, job, rows) -> None:
     micro = job.fields["per_device_train_batch_size"]
     method = "full" if spec.method == "any" else spec.method
-    print(
-        f"{spec.model}, {method}, micro-batch {micro}, clips of {job.video.width} × {job.video.height} on "
-        f"{job.device.label} ({gib(job.device.memory)}): the most frames predicted to fit in "
-        f"{job.memory_args.target_memory_utilization:.0%} of it"
-    )
+    title = f"{spec.model}, {method}, micro-batch {micro}, clips of {job.video.width} × {job.video.height} on "
+    title += f"{job.device.label} ({gib(job.device.memory)}): the most frames predicted to fit in "
+    title += f"{job.memory_args.target_memory_utilization:.0%} of it"
+    print("\n".join(paragraph(title)))
     table = [
         (
             row["max_pixels_per_frame"] or "the model's own",

@@ -64,11 +64,6 @@ class FSDP(Engine):
         settings = fields.get("fsdp_config") or {}
         for key in settings.keys() - _KEYS:
             raise choose("key of fsdp_config", str(key), _KEYS)
-        if fields.get("activation_checkpointing") is False and self.checkpointing:
-            raise InputError(
-                "activation_checkpointing=false and fsdp_config.activation_checkpointing=true: leave one of the two "
-                "out"
-            )
         for key in ("cpu_offload", "xla"):
             if is_true(settings.get(key)):
                 instead = "strategy zero3_offload_cpu" if key == "cpu_offload" else "FSDP of torch"

@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.engines.deepspeed import deepspeed_config, numeric_batch_sizes
+from hf_memopt.engines.engine import is_true
 from hf_memopt.engines.fsdp import fsdp_settings
 from hf_memopt.errors import InputError, brief
 from hf_memopt.estimator.architectures import load_config
@@ -95,6 +96,11 @@ def spec_job(spec: JobSpec) -> Job:
         # The preset's FSDP2 checkpoints activations, unless the user says otherwise.
         checkpoints = fields.get("activation_checkpointing", FSDP2["fsdp_activation_checkpointing"])
         changed = fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config"))
+        if not checkpoints and is_true(changed.get("activation_checkpointing")):
+            raise InputError(
+                "activation_checkpointing=false and fsdp_config.activation_checkpointing=true: leave one of the two "
+                "out"
+            )
         resolved["fsdp_config"] = {"activation_checkpointing": checkpoints, **changed}
     if "activation_checkpointing" not in fields:
         _leave_out_checkpointing(config, spec.task, resolved)

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import platform
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -196,6 +197,18 @@ def _train(job: Job, trainer, resume: str | None, estimate) -> None:
         trainer.evaluate()
         config.use_cache = True
     finish(job, trainer, losses.by_step, estimate, peaks)
+    if job.args.process_index == 0:
+        print(f"next: {what_next(job.args.output_dir)}")
+
+
+def what_next(folder: str) -> str:
+    """Commands for a trained model: talk to it, publish it; an adapter is merged first."""
+    words = shlex.quote(str(folder))
+    merge = ""
+    if (Path(folder) / "adapter_config.json").is_file():
+        merged = shlex.quote(f"{str(folder).rstrip('/')}-merged")
+        merge, words = f"hf-memopt merge {words} {merged}; ", merged
+    return f"{merge}transformers serve {words}, and beside it transformers chat {words}; hf upload YOU/NAME {words}"
 
 
 def _how_to_resume(job: Job, checkpoint: str | None) -> str:
