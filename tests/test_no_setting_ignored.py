@@ -143,7 +143,7 @@ def test_the_users_checkpointing_replaces_the_presets(settings, checkpoints):
     assert bool(resolved(*settings, **FSDP2).at_depth(1).fields.get("activation_checkpointing")) is checkpoints
 
 
-@pytest.mark.parametrize("task", ["sft", "dpo"])
+@pytest.mark.parametrize("task", ["sft", "reward"])
 def test_trls_tasks_are_checkpointed_by_fsdp_too(task):
     """A preset's silence is false there, as TRL's own default is true: that was taken for the user's."""
     job = resolved(task=task, **FSDP2)
