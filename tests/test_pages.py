@@ -202,7 +202,7 @@ def test_a_question_is_asked_and_answered(browser, ui):
     page.wait_for_function("element => element.value === '64'", arg=length.element_handle())
     page.get_by_role("button", name="Does it fit?").focus()
     page.keyboard.press("Enter")
-    page.get_by_text("It fits").wait_for(timeout=240_000)
+    page.get_by_text("Yes, it fits").wait_for(timeout=240_000)
     page.get_by_text("Files to download").first.wait_for()
     assert page.get_by_text("What fills the memory at the peak").is_visible()
     assert page.get_by_alt_text("Predicted memory").is_visible()
@@ -219,9 +219,9 @@ def test_a_question_is_asked_and_answered(browser, ui):
 @pytest.mark.parametrize(
     ("button", "answer"),
     [
-        ("Does it fit?", "It fits"),
+        ("Does it fit?", "Yes, it fits"),
         # Half a minute; a plan by a link is below.
-        pytest.param("Plan", "balanced", marks=pytest.mark.sweep),
+        pytest.param("Plan", "Yes, with lora", marks=pytest.mark.sweep),
     ],
 )
 def test_the_untouched_form_is_answered(browser, public_ui, button, answer):
@@ -272,7 +272,7 @@ def test_strangers_get_a_sentence_or_an_answer(browser, public_ui):
     page.goto(f"{public_ui}?model=smollm2-135m&hardware=rtx_4090&method=lora&seq_len=64")
     page.wait_for_function("element => element.value === 'smollm2-135m'", arg=model.element_handle())
     page.get_by_role("button", name="Does it fit?").click()
-    page.get_by_text("It fits").wait_for()
+    page.get_by_text("Yes, it fits").wait_for()
     page.close()
 
 

@@ -11,7 +11,9 @@ from hf_memopt.ui.answer import run_limited
 from hf_memopt.ui.limits import Limits, bundled_models, check_public
 from hf_memopt.ui.question import Question
 
-QUESTION = Question(model="llama-3.1-8b", seq_len=4096, settings=("optim=adamw_torch", "lora.r=8"))
+QUESTION = Question(
+    model="llama-3.1-8b", seq_len=4096, tokens="10M", price="1.5", settings=("optim=adamw_torch", "lora.r=8")
+)
 
 
 def test_a_link_holds_the_question():
@@ -49,6 +51,8 @@ def test_names_and_hub_ids_are_public(model):
         {"hardware": "auto"},
         {"method": "--plot"},
         {"seq_len": 0},
+        {"tokens": "/etc/passwd"},
+        {"price": "$(id)"},
         {"seq_len": 2**31},
         {"settings": ("deepspeed=/etc/passwd",)},
         {"settings": ("push_to_hub=true",)},
@@ -100,7 +104,7 @@ def test_profiles_of_the_same_settings_share_a_row():
         return {
             "profile": name,
             "settings": settings,
-            "estimate": {"device_bytes": 2**30},
+            "estimate": {"device_bytes": 2**30, "tokens_per_second": 1200.0, "speed_error": 0.2},
             "tokens_per_second": 1200.0,
         }
 
@@ -109,5 +113,14 @@ def test_profiles_of_the_same_settings_share_a_row():
         profile("balanced", "micro-batch 2"),
         profile("maximum", "micro-batch 2"),
     ]
-    shown = show_plan({"profiles": profiles, "seq_len": 64, "effective_batch_size": 8})
-    assert shown.count("micro-batch 2") == 1 and "<td>balanced, maximum</td>" in shown and "<td>safe</td>" in shown
+    took = {"seconds": 7200.0, "cost": 3.0, "tokens": 10**7}
+    plan = {"profiles": profiles, "method": "lora", "usable_bytes": 2**34, "durations": {"balanced": took}}
+    shown = show_plan(plan | {"seq_len": 64, "effective_batch_size": 8})
+    assert (
+        shown.index("Yes, with lora")
+        < shown.index("2 h for 10,000,000 tokens, cost in total 3")
+        < shown.index("<table")
+    )
+    assert (
+        shown.count("micro-batch 2</td>") == 1 and "<td>balanced, maximum</td>" in shown and "<td>safe</td>" in shown
+    )

@@ -17,6 +17,8 @@ UNTOUCHED = {
     "card": "rtx_4090",
     "method": "lora",
     "length": None,
+    "tokens": "",
+    "price": None,
     "features": [],
     "others": None,
 }

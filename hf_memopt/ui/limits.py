@@ -72,8 +72,11 @@ def check_public(question: Question) -> None:
     # A name may itself end in x and a number: the whole is looked up first.
     if question.hardware not in list_hardware() and (not hardware or hardware[1] not in list_hardware()):
         raise choose("hardware", question.hardware[:100], list_hardware())
-    if question.method not in METHODS:
-        raise choose("method", question.method[:100], METHODS)
+    if question.method not in ("any", *METHODS):
+        raise choose("method", question.method[:100], ("any", *METHODS))
+    for name in ("tokens", "price"):
+        if (amount := getattr(question, name)) and not _VALUE.fullmatch(amount):
+            raise InputError(f"{name}={brief(amount)}: give a number")
     if question.seq_len is not None and not 1 <= question.seq_len <= _LONGEST_SAMPLE:
         raise InputError(f"seq_len={question.seq_len}: give 1 to {_LONGEST_SAMPLE} tokens")
     if len(question.settings) > _MOST_SETTINGS:

@@ -72,9 +72,12 @@ def build_page(limits: Limits) -> gr.Blocks:
                 list_hardware(), value="rtx_4090", label="Card", info="Several: rtx_4090x2", allow_custom_value=True
             )
         with gr.Row():
-            method = gr.Radio(list(METHODS), value="lora", label="Method")
+            method = gr.Radio(["any", *METHODS], value="lora", label="Method", info="any: Plan chooses")
             # A gr.Number that nobody touched is 0 (gradio 6.31), and cannot be emptied.
             length = gr.Textbox(label="Tokens per sample", info="Empty: the preset's", max_lines=1)
+        with gr.Row():
+            tokens = gr.Textbox(label="Tokens to train on", info="For the time: 10M; may be empty", max_lines=1)
+            price = gr.Textbox(label="Price of a device", info="Of an hour, for the cost; may be empty", max_lines=1)
         features = gr.CheckboxGroup(list(_FEATURES), label="Memory features", info="Of the estimate and the plan")
         others = gr.Textbox(
             label="Other settings", info="KEY=VALUE, separated by spaces, as in lora.r=8 optim=adamw_8bit"
@@ -84,7 +87,7 @@ def build_page(limits: Limits) -> gr.Blocks:
         answer = gr.HTML(label="Answer", elem_classes="memopt", min_height=80)
         link = gr.HTML(label="Link", elem_classes="memopt")
         files = gr.File(label="Files to download", file_count="multiple", interactive=False, visible=False)
-        form = [model, card, method, length, features, others]
+        form = [model, card, method, length, tokens, price, features, others]
         # One id for both buttons: one question runs at a time, whichever it is.
         # Not preprocessed: what gradio's components refuse becomes an error without a text.
         queued = {
@@ -155,7 +158,7 @@ def _answering(command: str, limits: Limits):
     return answered
 
 
-def _question(model, card, method, length, features, others) -> Question:
+def _question(model, card, method, length, tokens, price, features, others) -> Question:
     """The form's question; a request that did not come from the form may hold anything.
 
     Raises:
@@ -165,14 +168,19 @@ def _question(model, card, method, length, features, others) -> Question:
         check_value(name, str | None, value)
         if not value:
             raise InputError(f"{name}: choose one")
-    if method not in METHODS:
-        raise choose("method", brief(method), METHODS)
+    if method not in (known := ("any", *METHODS)):
+        raise choose("method", brief(method), known)
+    for name, value in (("tokens to train on", tokens), ("price", price)):
+        check_value(name, str | None, value)
     check_value("features", list[str] | None, features)
     if unknown := [name for name in features or () if name not in _FEATURES]:
         raise choose("memory feature", unknown[0], _FEATURES)
     check_value("other settings", str | None, others)
     settings = [_FEATURES[name] for name in features or ()] + (others or "").split()
-    return Question(model=model, hardware=card, method=method, seq_len=_tokens(length), settings=tuple(settings))
+    amount = {"tokens": (tokens or "").strip(), "price": (price or "").strip()}
+    return Question(
+        model=model, hardware=card, method=method, seq_len=_tokens(length), settings=tuple(settings), **amount
+    )
 
 
 def _tokens(typed) -> int | None:
@@ -185,6 +193,8 @@ def _tokens(typed) -> int | None:
 
 def _ask(question: Question, command: str, limits: Limits, folder: Path) -> tuple[str, list[Path]]:
     """The answer as HTML, and its files, which are written to a folder."""
+    if command == "estimate" and question.method == "any":
+        raise InputError("method=any is chosen by Plan: press it, or choose a method")
     picture, answer = folder / "timeline.png", folder / f"{command}.json"
     options = [f"--plot={picture}"] if command == "estimate" else []
     result = json.loads(ask(question, command, limits, *options))
@@ -204,11 +214,11 @@ def _read_link(request: gr.Request) -> list:
     # gradio's own fields, as a Space's __theme, are not part of the question.
     query = "&".join(part for part in query.split("&") if part and not part.startswith("__"))
     if not query:
-        return [gr.skip()] * 7
+        return [gr.skip()] * 9
     try:
         question = Question.from_query(query)
     except InputError as error:
-        return [*[gr.skip()] * 6, show_error(str(error))]
+        return [*[gr.skip()] * 8, show_error(str(error))]
     names = {setting: name for name, setting in _FEATURES.items()}
     features = [names[setting] for setting in question.settings if setting in names]
     others = " ".join(setting for setting in question.settings if setting not in names)
@@ -217,6 +227,8 @@ def _read_link(request: gr.Request) -> list:
         question.hardware,
         question.method,
         question.seq_len and str(question.seq_len),
+        question.tokens,
+        question.price,
         features,
         others,
         gr.skip(),

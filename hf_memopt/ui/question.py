@@ -5,6 +5,8 @@ from urllib.parse import parse_qsl, urlencode
 
 from hf_memopt.errors import InputError, brief
 
+_AMOUNTS = ("tokens", "price")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -13,8 +15,9 @@ class Question:
     Attributes:
         model: as `estimate` takes it.
         hardware: as `estimate --hardware` takes it.
-        method: full, lora or qlora.
+        method: full, lora or qlora; any, of plans alone.
         seq_len: tokens per sample; None for the preset's.
+        tokens, price: to train on, and of a device for an hour, as the command line takes them; empty where not asked.
         settings: KEY=VALUE, as `--set` takes them.
     """
 
@@ -22,6 +25,8 @@ class Question:
     hardware: str = "rtx_4090"
     method: str = "lora"
     seq_len: int | None = None
+    tokens: str = ""
+    price: str = ""
     settings: tuple[str, ...] = ()
 
     @classmethod
@@ -36,9 +41,10 @@ class Question:
         except ValueError as error:
             raise InputError("link: more than 40 fields; leave some out") from error
         fields = {name: value for name, value in pairs if name != "set"}
-        unknown = fields.keys() - {"model", "hardware", "method", "seq_len"}
-        if unknown:
-            raise InputError(f"link: {brief(min(unknown))} is not model, hardware, method, seq_len or set")
+        if unknown := fields.keys() - {"model", "hardware", "method", "seq_len", *_AMOUNTS}:
+            raise InputError(
+                f"link: {brief(min(unknown))} is not model, hardware, method, seq_len, tokens, price or set"
+            )
         if not fields.get("model"):
             raise InputError("link: name the model, as in model=llama-3.1-8b")
         length = fields.pop("seq_len", None)
@@ -51,6 +57,7 @@ class Question:
         """The query string of a link that asks this."""
         pairs = [("model", self.model), ("hardware", self.hardware), ("method", self.method)]
         pairs += [("seq_len", str(self.seq_len))] if self.seq_len is not None else []
+        pairs += [(name, value) for name in _AMOUNTS if (value := getattr(self, name))]
         return urlencode([*pairs, *(("set", setting) for setting in self.settings)])
 
     def argv(self, command: str, *extra: str) -> list[str]:
@@ -62,5 +69,6 @@ class Question:
         """
         options = [f"--hardware={self.hardware}", f"--method={self.method}"]
         options += [f"--seq-len={self.seq_len}"] if self.seq_len is not None else []
+        options += [f"--{name}={value}" for name in _AMOUNTS if (value := getattr(self, name))]
         options += [f"--set={setting}" for setting in self.settings]
         return [command, *options, *extra, "--json", "--", self.model]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.charts import COLOURS
-from hf_memopt.estimator.duration import predicted_within
+from hf_memopt.estimator.duration import predicted_within, time_text, two_digits
 from hf_memopt.units import size
 
 
@@ -23,13 +23,13 @@ def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
         picture: the timeline, a PNG; left out where it is missing.
     """
     needed, capacity = estimate["device_bytes"], estimate["capacity_bytes"]
-    verdict = {True: "It fits", False: "It does not fit", None: "Capacity unknown"}[estimate["fits"]]
+    verdict = {True: "Yes, it fits", False: "No, it does not fit", None: "Capacity unknown"}[estimate["fits"]]
     of = f" of {size(capacity)}" if capacity else ""
     tone = "no" if estimate["fits"] is False else "yes"
     parts = [
         f'<p class="memopt-{tone}" role="status"><strong>{verdict}</strong>: {size(needed)}{of} '
         f"at the peak, in {escape(estimate['phase'])}.</p>",
-        _speed(estimate),
+        _speed(estimate, estimate["duration"]),
         _bars(estimate["breakdown"] | {"context and allocator": needed - sum(estimate["breakdown"].values())}),
         _changes(estimate["levers"]),
     ]
@@ -43,12 +43,14 @@ def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
     return "".join(parts)
 
 
-def _speed(estimate: dict[str, Any]) -> str:
-    """Tokens per second, which a card of unknown speed or a job that cannot be counted lacks."""
+def _speed(estimate: dict[str, Any], took: dict[str, Any] | None) -> str:
+    """Tokens per second, which cards of unknown speed lack; time and cost where asked."""
     speed, error = estimate["tokens_per_second"], estimate["speed_error"]
     if speed is None:
         return ""
-    return f"<p>{speed:,.0f} tokens per second, {predicted_within(error)}</p>"
+    cost = "" if took is None or took["cost"] is None else f", cost in total {two_digits(took['cost'])}"
+    time = "" if took is None else f"; {time_text(took['seconds'])} for {took['tokens']:,} tokens{cost}"
+    return f"<p>{speed:,.0f} tokens per second, {predicted_within(error)}{time}</p>"
 
 
 def _bars(breakdown: dict[str, int]) -> str:
@@ -77,9 +79,11 @@ def show_plan(plan: dict[str, Any]) -> str:
         missing = plan.get("missing_bytes")
         missing_text = f"; {size(missing)} are missing" if missing else ""
         if not plan["nearest"]:
-            return show_error(f"Nothing fits{missing_text}. Try a shorter length, a smaller model or a larger card.")
+            return show_error(
+                f"No, nothing fits{missing_text}. Try a shorter length, a smaller model or a larger card."
+            )
         changes = "".join(f"<li>{escape(change)}</li>" for change in plan["nearest"])
-        return show_error(f"Nothing fits{missing_text}.") + f"<p>It would with:</p><ul>{changes}</ul>"
+        return show_error(f"No, nothing fits{missing_text}.") + f"<p>It would with:</p><ul>{changes}</ul>"
     same: dict[str, list[dict[str, Any]]] = {}  # profiles that settled for the same settings share a row
     for profile in plan["profiles"]:
         same.setdefault(profile["settings"], []).append(profile)
@@ -93,8 +97,12 @@ def show_plan(plan: dict[str, Any]) -> str:
         for settings, profiles in same.items()
     ]
     title = f"The fastest settings that fit: {plan['seq_len']} tokens, {plan['effective_batch_size']} samples a step"
-    return '<p role="status"><strong>Planned.</strong></p>' + _table(
-        title, ("profile", "settings", "memory", "tokens/s"), rows
+    usual = next((one for one in plan["profiles"] if one["profile"] == "balanced"), plan["profiles"][0])
+    return (
+        f'<p class="memopt-yes" role="status"><strong>Yes, with {escape(plan["method"])}</strong>: '
+        f"{size(usual['estimate']['device_bytes'])} of {size(plan['usable_bytes'])}, {escape(usual['settings'])}.</p>"
+        f"{_speed(usual['estimate'], plan['durations'][usual['profile']])}"
+        + _table(title, ("profile", "settings", "memory", "tokens/s"), rows)
     )
 
 
