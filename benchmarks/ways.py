@@ -1,7 +1,7 @@
 """The answers on the pages of five people, from an empty folder on: python benchmarks/ways.py
 
-Every plan on docs/on_*.md is asked in a folder with my_chats.jsonl, as from a clone, on a terminal of 80 columns;
-results/ways.json has what was printed. tests/test_ways.py asks again.
+Every plan on docs/on_*.md, and what README.md's picture shows, is asked in a folder with my_chats.jsonl, as from a
+clone, on a terminal of 80 columns; results/ways.json has what was printed. tests/test_ways.py asks again.
 """
 
 import contextlib
@@ -19,6 +19,10 @@ from record import record
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = 2000
+README = (  # of its picture
+    "hf-memopt estimate llama-3.1-8b --hardware rtx_4090 --method lora",
+    "hf-memopt plan llama-3.1-8b --hardware rtx_4090 --seq-len 2048",
+)
 _BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -65,9 +69,10 @@ def ask(command: str) -> tuple[int, str]:
 
 
 def answered(page: Path) -> list[dict]:
-    """The plans of a page as they are printed now."""
+    """The plans of a page, or README's two answers, as they are printed now."""
     rows = []
-    for command in (line for line in commands(page) if line.startswith("hf-memopt plan")):
+    asked = (line for line in commands(page) if line.startswith("hf-memopt plan"))
+    for command in README if page.name == "README.md" else asked:
         code, output = ask(command)
         rows.append({"page": page.name, "command": command, "exit": code, "output": output})
     return rows
@@ -76,4 +81,8 @@ def answered(page: Path) -> list[dict]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         write_chats(Path(folder))
-        record("ways", [row for page in pages() for row in answered(page)], "python benchmarks/ways.py")
+        record(
+            "ways",
+            [row for page in (ROOT / "README.md", *pages()) for row in answered(page)],
+            "python benchmarks/ways.py",
+        )

@@ -20,8 +20,8 @@ _SMALLEST = 5  # rows that a shortened table keeps, whatever the cards are
 _LEGEND = (
     "fills: the share of a card's memory, at most {limit:.0%}, or {most:.0%} where nothing else fits; ≈: a sketch "
     "from traces that all cards share, else a full estimate; !: so near the limit that the sketch may be wrong",
-    "tokens/s: predicted, of all cards of a row; ?: no FLOP/s are published. Only speeds of A100s and L40S were "
-    "compared with real runs",
+    "tokens/s: predicted, of all cards of a row; ?: no FLOP/s are published. Speeds of A100s, L40S, "
+    "H100s and RTX PRO 6000 alone were compared with real runs",
 )
 # https://github.com/pytorch/pytorch/issues/172352: since 2.11 only the builds for CUDA 12.6 have older ones.
 _OLD = "{cards}: torch's usual builds begin at compute capability 7.5; take one for CUDA 12.6"
