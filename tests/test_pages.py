@@ -100,6 +100,12 @@ def test_a_page_reads_well(kind, page, pages):
         assert sentence in text
     width = page.viewport_size["width"]
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+    if (kind, width) == ("real", WIDTHS["desktop"]):
+        assert page.evaluate("document.documentElement.scrollHeight") < 2500, "it is read to the end"
+        tops = page.evaluate(
+            "[...document.querySelectorAll('.facts div')].map(one => one.getBoundingClientRect().top)"
+        )
+        assert len(tops) >= 7 and len(set(tops)) == 1, "the facts stand in a row"
     if kind == "real":  # a comparison has a column a run, a snapshot lines of code: both scroll
         assert page.evaluate(_CLIPPED) == [], "all columns of the tables are seen"
     drawings = page.locator("figure svg")
