@@ -8,7 +8,7 @@ import pytest
 
 from hf_memopt import InputError
 from hf_memopt.cli.answer import command_lines, memory_bar, note_lines, one_each, paragraph, print_answer
-from hf_memopt.data.what_for import is_readable, task_and_samples
+from hf_memopt.data.what_for import find_use, is_readable
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.terminal import PlainStream, clear_status, show_status
 
@@ -115,18 +115,19 @@ def test_progress_goes_away(monkeypatch):
 )
 def test_rows_say_what_they_train_for(row, task, jsonl):
     path = jsonl([row] * 3)
-    assert is_readable(str(path)) and task_and_samples(str(path)) == (task, 3)
+    use = find_use(str(path))
+    assert is_readable(str(path)) and (use.task, use.samples, use.media) == (task, 3, "video" in row)
 
 
 def test_data_that_nothing_trains_on(jsonl, tmp_path):
     with pytest.raises(InputError, match="has the columns foo; write rows such as"):
-        task_and_samples(str(jsonl([{"foo": 1}])))
+        find_use(str(jsonl([{"foo": 1}])))
     with pytest.raises(InputError, match="no such file or folder"):
         is_readable("nowhere.jsonl")
     assert not is_readable("trl-lib/Capybara")
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(InputError, match="is empty"):
-        task_and_samples(str(tmp_path / "empty.jsonl"))
+        find_use(str(tmp_path / "empty.jsonl"))
 
 
 # ---- whole answers
@@ -161,6 +162,9 @@ def test_the_data_stand_in_the_command(command, jsonl):
     words = _pasted(out.splitlines())  # a longer line than a terminal's: the path of the data
     assert words[words.index("--dataset_name") + 1] == str(data) and "recipes/sft.py" in words
     assert any(line.startswith("time ") for line in out.splitlines())
+    clips = jsonl([{"video": "a.mp4", "caption": "A door."}], "clips.jsonl")
+    code, _, err = command("plan", "smollm2-135m", "--hardware", "rtx_3060", "--dataset", clips)
+    assert code == 2 and "has videos or images, and smollm2-135m takes none" in err
     for refused in (["--hardware", "any"], ["--hardware", "rtx_3060", "--seq-len", "max"]):
         code, _, err = command("plan", "smollm2-135m", *refused, "--dataset", data)
         assert code == 2 and "leave --dataset out" in err

@@ -145,7 +145,8 @@ def plan(
     from hf_memopt.cli.foreign import left_open, read_job
     from hf_memopt.cli.plan import ExportOptions, run_frames, run_lengths, run_plan, run_which_card
     from hf_memopt.cli.speed import AmountOptions
-    from hf_memopt.data.what_for import is_readable, task_and_samples
+    from hf_memopt.data.what_for import find_use, is_readable
+    from hf_memopt.estimator.spec_job import read_model
     from hf_memopt.hardware.host_memory import HostMemory
 
     answer_for(stack)
@@ -164,11 +165,11 @@ def plan(
     of_settings = {"--memory": memory, "--host-memory": host_memory, "--export": export, "--dataset": dataset}
     for name in (name for name, value in of_settings.items() if frames is not None and value is not None):
         raise InputError(f"--frames max counts the frames of one device's whole memory: leave {name} out")
-    if dataset and is_readable(dataset):
-        found, rows = task_and_samples(dataset)
-        task = task or found
+    use = find_use(dataset) if dataset and is_readable(dataset) else None
+    if use is not None:
+        task = task or use.task
         if samples is None and tokens is None:
-            samples = str(rows)
+            samples = str(use.samples)
     amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
     cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
     spec, source = read_job(
@@ -185,6 +186,8 @@ def plan(
         task=task,
     )
     spec = replace(spec, dataset=dataset)
+    if use is not None:
+        use.check_model(read_model(spec))
     if source is not None:
         if export:
             raise InputError("--export writes files of the recipes: hf-memopt migrate FILE DIR does so of a file")

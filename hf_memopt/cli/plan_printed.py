@@ -14,6 +14,7 @@ from hf_memopt.cli.answer import (
 )
 from hf_memopt.cli.output import print_table
 from hf_memopt.cli.speed import AmountOptions, print_profile_speeds, profile_names
+from hf_memopt.data.what_for import is_readable
 from hf_memopt.packages import missing_for
 from hf_memopt.terminal import say
 from hf_memopt.units import gib, size
@@ -134,10 +135,11 @@ def _start(spec, profile) -> tuple[list[str], list[str]]:
     )
 
     if has_recipe(spec):
+        was_read = spec.dataset and is_readable(spec.dataset)  # of a file that was read the task is known
         texts = "this trains on texts; for chats and answers, --task sft plans recipes/sft.py"
         notes = [
             missing_for(recipe_name(spec), profile.preset.strategy),
-            texts if recipe_name(spec) == "pretrain" else "",
+            texts if recipe_name(spec) == "pretrain" and not was_read else "",
         ]
         return command_lines(launch_command(spec, profile)), [note for note in notes if note]
     config = TRL_TASKS[spec.task].config if spec.task in TRL_TASKS else "TrainingArguments"

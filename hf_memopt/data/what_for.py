@@ -1,5 +1,6 @@
 """What a data set trains a model for, of its columns, and how many samples it has."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_memopt.data.columns import MEDIA, find_form
@@ -8,6 +9,33 @@ from hf_memopt.data.row_files import READERS, numbered_rows
 from hf_memopt.errors import InputError, listed
 
 _EXAMPLES = '{"messages": [...]}, {"text": "..."} or {"prompt": ..., "chosen": ..., "rejected": ...}'
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a data set trains a model for.
+
+    Attributes:
+        task: sft or dpo; None for texts, and for clips, which a model's own recipe takes.
+        samples: rows.
+        media: they have videos or images.
+    """
+
+    task: str | None
+    samples: int
+    media: bool
+
+    def check_model(self, spec) -> None:
+        """Refuse clips for a model of texts.
+
+        Args:
+            spec: JobSpec with the model's configuration.
+
+        Raises:
+            InputError: the model takes no videos.
+        """
+        if self.media and spec.video is None:
+            raise InputError(f"data set {spec.dataset!r} has videos or images, and {spec.model_name} takes none")
 
 
 def is_readable(source: str) -> bool:
@@ -22,24 +50,24 @@ def is_readable(source: str) -> bool:
     return path.is_file() and path.suffix in READERS
 
 
-def task_and_samples(source: str) -> tuple[str | None, int]:
-    """A file's task (sft or dpo; None for texts and for videos, which a model's own recipe takes) and its rows.
+def find_use(source: str) -> Use:
+    """What a local file's rows are for.
 
     Raises:
         InputError: a row that cannot be read, or columns that no recipe trains on.
     """
     columns: set[str] = set()
-    rows = 0
+    samples = 0
     for _, row in numbered_rows(Path(source).expanduser()):
         columns.update(row)
-        rows += 1
-    if not rows:
+        samples += 1
+    if not samples:
         raise InputError(f"data set {source!r} is empty: the file has no rows")
+    form, media = find_form(columns), bool(columns.intersection(MEDIA))
     if columns.issuperset(PAIRS.needed):
-        return "dpo", rows
-    form = find_form(columns)
-    if form is None and not columns.intersection(MEDIA):
+        return Use("dpo", samples, media)
+    if form is None or (form == "caption" and not media):
         raise InputError(
             f"data set {source!r} has the columns {listed(sorted(columns), 8)}; write rows such as {_EXAMPLES}"
         )
-    return (None if form in (None, "text") or columns.intersection(MEDIA) else "sft"), rows
+    return Use(None if form == "text" or media else "sft", samples, media)
