@@ -137,7 +137,10 @@ def as_input_error(what: str, *kinds: type[Exception]):
     except (InputError, IncompatibleLibrary):
         raise
     except kinds as error:
-        raise InputError(f"{what}: {one_line(error)}") from error
+        reason = one_line(error)  # transformers lists hundreds of model types
+        raise InputError(
+            f"{what}: {reason if len(reason) <= 2 * _LONGEST else f'{reason[: 2 * _LONGEST]} …'}"
+        ) from error
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

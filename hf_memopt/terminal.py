@@ -13,6 +13,8 @@ _OBEYED = re.compile(
     r"\x1b\[[0-?]{0,30}[ -/]{0,5}[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
+_NARROWEST = 60  # columns of a table
+
 
 def plain(text: str) -> str:
     """The text without control sequences and control characters."""
@@ -64,7 +66,10 @@ def console():
 
     clear_status()
 
-    return Console(file=getattr(sys.stdout, "unfiltered", None))
+    made = Console(file=getattr(sys.stdout, "unfiltered", None))
+    if made.width < _NARROWEST:  # a table would have a letter or two a line
+        made.width = _NARROWEST
+    return made
 
 
 _status: list[str] = []  # the line that is shown, of stderr's terminal

@@ -1,6 +1,7 @@
 """The short answer: a verdict first, within 24 lines of 80 columns, and a command that can be pasted."""
 
 import json
+import re
 import shlex
 from random import Random
 
@@ -8,7 +9,7 @@ import pytest
 
 from hf_memopt import InputError
 from hf_memopt.cli.answer import command_lines, memory_bar, note_lines, one_each, paragraph, print_answer
-from hf_memopt.data.what_for import find_use, is_readable
+from hf_memopt.data.what_for import Use, find_use
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.terminal import PlainStream, clear_status, show_status
 
@@ -31,7 +32,8 @@ def _pasted(lines: list[str]) -> list[str]:
     [
         "accelerate launch --config_file a.yaml recipes/sft.py --preset a100_80gb --dataset_name 'my chats.jsonl'",
         'accelerate launch --multi_gpu --num_machines 2 --machine_rank "$MACHINE_RANK" recipes/sft.py --x ' + "y" * 90,
-        "python train.py " + " ".join(f"--option_{number} {number}" for number in range(40)),
+        "python train.py --name 'a\tb' --other 'a\nb' "
+        + " ".join(f"--option_{number} {number}" for number in range(40)),
     ],
 )
 def test_a_command_in_lines_is_the_command(command):
@@ -101,33 +103,64 @@ def test_progress_goes_away(monkeypatch):
 
 # ---- data sets
 
+CHAT = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+PAIR = {"chosen": "a", "rejected": "b", "prompt": "?"}
+CLIP = {"type": "video", "video": "clip.mp4"}
+
 
 @pytest.mark.parametrize(
-    ("row", "task"),
+    ("row", "asked", "use"),
     [
-        ({"messages": [{"role": "user", "content": "?"}]}, "sft"),
-        ({"instruction": "a", "output": "b"}, "sft"),
-        ({"prompt": "a", "completion": "b"}, "sft"),
-        ({"chosen": "a", "rejected": "b", "prompt": "?"}, "dpo"),
-        ({"text": "a"}, None),
-        ({"video": "clip.mp4", "messages": []}, None),
+        (CHAT, None, Use("sft", 3, media=False)),
+        ({"instruction": "a", "output": "b"}, None, Use("sft", 3, media=False)),
+        ({"prompt": "a", "completion": "b"}, None, Use("sft", 3, media=False)),
+        ({"prompt": "a", "completion": "b"}, "grpo", Use("grpo", 3, media=False)),
+        ({"prompt": "a", "completion": "b", "label": True}, "kto", Use("kto", 3, media=False)),
+        (PAIR, None, Use("dpo", 3, media=False)),
+        (PAIR, "reward", Use("reward", 3, media=False)),
+        ({"text": "a"}, None, Use(None, None, media=False)),  # cut into blocks: rows are no samples
+        ({"text": "a"}, "sft", Use("sft", 3, media=False)),
+        ({"video": "clip.mp4", "caption": "A door."}, None, Use(None, 3, media=True)),
+        ({"messages": [{"role": "user", "content": [CLIP]}, CHAT["messages"][1]]}, None, Use(None, 3, media=True)),
     ],
 )
-def test_rows_say_what_they_train_for(row, task, jsonl):
-    path = jsonl([row] * 3)
-    use = find_use(str(path))
-    assert is_readable(str(path)) and (use.task, use.samples, use.media) == (task, 3, "video" in row)
+def test_rows_say_what_they_train_for(row, asked, use, jsonl):
+    assert find_use(str(jsonl([row] * 3)), asked) == use
 
 
-def test_data_that_nothing_trains_on(jsonl, tmp_path):
-    with pytest.raises(InputError, match="has the columns foo; write rows such as"):
-        find_use(str(jsonl([{"foo": 1}])))
-    with pytest.raises(InputError, match="no such file or folder"):
-        is_readable("nowhere.jsonl")
-    assert not is_readable("trl-lib/Capybara")
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(InputError, match="is empty"):
-        find_use(str(tmp_path / "empty.jsonl"))
+@pytest.mark.parametrize(
+    ("rows", "asked", "reason"),
+    [
+        ([{"foo": 1}], None, "has the columns foo; accepted are: messages; "),
+        ([{}], None, "has the columns none; accepted are"),
+        ([CHAT], "dpo", "task=dpo needs chosen and rejected"),
+        ([CHAT], "grpo", "task=grpo needs prompt"),
+        ([CHAT, PAIR], None, "not all in every row; accepted are"),
+        ([CHAT, {**CHAT, "label": True}], None, "row 1: the column 'label' would not be trained on"),
+        ([{"caption": "A door."}], None, "has the columns caption; accepted are"),
+        ([], None, "is empty"),
+    ],
+)
+def test_rows_that_a_recipe_refuses_are_refused(rows, asked, reason, jsonl):
+    with pytest.raises(InputError, match=re.escape(reason)):
+        find_use(str(jsonl(rows)), asked)
+
+
+def test_what_is_not_a_file_of_rows(tmp_path):
+    assert find_use("trl-lib/Capybara") is None
+    for nowhere in ("nowhere.jsonl", "nowhere.parquet", "./nowhere"):
+        with pytest.raises(InputError, match="no such file or folder"):
+            find_use(nowhere)
+    with pytest.raises(InputError, match="is an empty folder"):
+        find_use(str(tmp_path))
+    (tmp_path / "Chats.JSONL").write_text("{}")
+    with pytest.raises(InputError, match=r"unknown suffix '\.JSONL'"):
+        find_use(str(tmp_path / "Chats.JSONL"))
+    (tmp_path / "Chats.JSONL").rename(tmp_path / "a.mp4")
+    with pytest.raises(InputError, match=r"a\.mp4 of 1 files without a caption"):
+        find_use(str(tmp_path), with_media=True)
+    (tmp_path / "a.txt").write_text("A door opens.")
+    assert find_use(str(tmp_path), with_media=True) == Use(None, 1, media=True)
 
 
 # ---- whole answers
@@ -165,6 +198,13 @@ def test_the_data_stand_in_the_command(command, jsonl):
     clips = jsonl([{"video": "a.mp4", "caption": "A door."}], "clips.jsonl")
     code, _, err = command("plan", "smollm2-135m", "--hardware", "rtx_3060", "--dataset", clips)
     assert code == 2 and "has videos or images, and smollm2-135m takes none" in err
+    pairs = jsonl([PAIR] * 64, "pairs.jsonl")
+    asked = ("plan", "smollm2-135m", "--hardware", "rtx_3060", "--method", "lora", "--dataset", pairs, "--json")
+    made = json.loads(command(*asked)[1])
+    steps = 64 / made["effective_batch_size"]
+    for profile in made["profiles"]:  # a pair is two answers: by tokens of one it took half the time
+        took = made["durations"][profile["profile"]]
+        assert took["seconds"] == pytest.approx(steps * profile["estimate"]["step_seconds"])
     for refused in (["--hardware", "any"], ["--hardware", "rtx_3060", "--seq-len", "max"]):
         code, _, err = command("plan", "smollm2-135m", *refused, "--dataset", data)
         assert code == 2 and "leave --dataset out" in err

@@ -224,9 +224,9 @@ def test_the_command_line_shows_time_and_cost(config, tmp_path, command):
     assert took["tokens"] == parse_count("10M") and took["seconds"] == pytest.approx(1e7 / found["tokens_per_second"])
     assert took["cost"] == pytest.approx(2 * took["hours"]) and took["error"] == found["speed_error"]
     code, output, errors = command("estimate", tmp_path, *settings, "--epochs", 2, "--samples", "1k")
-    assert code == 0 and " for 128,000 tokens" in output, errors
+    assert code == 0 and " for 2,000 samples, all as" in output, errors
     code, output, errors = command("estimate", tmp_path, *settings, "--epochs", 2, "--samples", "1k", "--verbose")
-    assert code == 0 and "tokens/s" in output and "MFU" in output and "128,000 tokens: " in output, errors
+    assert code == 0 and "tokens/s" in output and "MFU" in output and " for 2,000 samples, all as" in output, errors
     code, output, _ = command("estimate", tmp_path, "--hardware", "cpu", "--seq-len", 64, "--tokens", "1M")
     assert code == 0 and "tokens/s" not in output and "\nspeed  unknown: " in output
     for wrong in (("--tokens", "many"), ("--epochs", 2), ("--price", 2), ("--tokens", 5, "--samples", 5)):

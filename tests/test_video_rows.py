@@ -60,8 +60,7 @@ def test_a_folder_of_clips_has_its_captions_beside_them(tmp_path):
     assert form == "caption" and rows["caption"] == [f"What {name} shows." for name in ("a.mp4", "b.mp4", "c.png")]
     _, (medium,) = conversation(rows[2], "row 2")
     assert medium == Medium("image", str((tmp_path / "c.png").resolve()))
-    with pytest.raises(InputError, match="has the columns video, image, caption; accepted are"):
-        load_rows(str(tmp_path), held_out=0)  # a recipe of texts
+    assert load_rows(str(tmp_path), held_out=0)[2] == "text"  # of a recipe of texts: as `datasets` reads the folder
     (tmp_path / "a.txt").write_text(" ")
     with pytest.raises(InputError, match=r"a\.txt is empty: write the caption of a\.mp4 into it"):
         load_rows(str(tmp_path), with_media=True)

@@ -12,6 +12,8 @@ _LINES = 24  # of a terminal that nobody enlarged
 _LABEL = 7  # characters before a line's text
 _BAR = 30  # characters
 _WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")  # of a shell, with its quotes
+_HIDDEN = {ord(" "): "\0", ord("\t"): "\1", ord("\n"): "\2"}
+_SHOWN = {ord(hidden): chr(blank) for blank, hidden in _HIDDEN.items()}
 _STANDING = ("speed: ", "reserved and device bytes follow")  # notes that every answer has: in the tables
 
 
@@ -51,8 +53,9 @@ def memory_bar(estimate) -> list[str]:
     if estimate.capacity_bytes is None:
         return [f"{size(estimate.device_bytes)} predicted, of a capacity that is not known", *lines]
     share = estimate.device_bytes / estimate.capacity_bytes
-    filled = min(_BAR, round(_BAR * share))
-    bar = "█" * filled + "░" * (_BAR - filled)
+    length = min(_BAR, width() - 32)
+    filled = min(length, round(length * share))
+    bar = "█" * filled + "░" * (length - filled)
     return [f"{bar} {size(estimate.device_bytes)} of {size(estimate.capacity_bytes)}, {share:.0%}", *lines]
 
 
@@ -73,10 +76,9 @@ def speed_lines(estimate, took, amount: AmountOptions, samples: int | None = Non
     error = predicted_within(estimate.speed_error).removeprefix("predicted").strip(", ")
     lines = paragraph(f"{', '.join(parts)}, {error}", "speed")
     if took is not None:
-        each = "" if amount.samples is None else ", each sample as long as --seq-len"
-        what = f"{took.tokens:,} tokens{each}" if took.steps is None else f"{took.steps:,} steps of the largest batch"
-        cost = "" if took.cost is None else f", cost in total {two_digits(took.cost)}"
-        lines += paragraph(f"{time_text(took.seconds)} for {what}{cost}", "time")
+        lines += paragraph(f"{time_text(took.seconds)} for {amount.in_words(took)}", "time")
+    elif amount.asked:
+        lines += paragraph("unknown, as this job's tokens are: say --samples", "time")
     return lines
 
 
@@ -100,14 +102,15 @@ def command_lines(command: str, label: str = "run") -> list[str]:
     room = width() - _LABEL - 2
     parts = ([" ".join(group)] if len(" ".join(group)) <= room else group for group in groups)
     lines = textwrap.wrap(
-        " ".join(part.replace(" ", "\0") for group in parts for part in group),  # no line ends within quotes
+        " ".join(part.translate(_HIDDEN) for group in parts for part in group),  # no line ends within quotes
         room,
         break_long_words=False,
         break_on_hyphens=False,
     )
     begins = [f"{label:<{_LABEL}}", *[" " * _LABEL] * len(lines)]
     ends = [*[" \\"] * (len(lines) - 1), ""]
-    return [f"{begin}{line}{end}".replace("\0", " ") for begin, line, end in zip(begins, lines, ends, strict=False)]
+    shown = (line.translate(_SHOWN) for line in lines)
+    return [f"{begin}{line}{end}" for begin, line, end in zip(begins, shown, ends, strict=False)]
 
 
 def note_lines(notes: Iterable[str]) -> list[str]:

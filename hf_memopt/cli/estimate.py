@@ -62,7 +62,11 @@ def run_estimate(
 
         plot(estimate, plot_file, f"{spec.model}, {spec.method}, {_batch_in_words(job)}, {job.device.label}")
     settings, sizes = _describe_settings(preset)
-    took = amount.time_and_cost(estimate, job.seq_len, job.world_size)
+    micro, accumulation = (
+        job.fields.get(name, usual)
+        for name, usual in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
+    )
+    took = amount.time_and_cost(estimate, micro * accumulation * job.world_size, job.world_size)
     if as_json:
         print_json(
             estimate.to_dict()

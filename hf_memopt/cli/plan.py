@@ -15,7 +15,6 @@ from hf_memopt.files import folder_for
 from hf_memopt.foreign.source import Source
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
-from hf_memopt.terminal import say
 from hf_memopt.units import gib
 
 
@@ -67,11 +66,10 @@ def run_plan(
         edits = {"keys": keys, "diff": diff} if source else None
         print_json(plan.to_dict() | {"exported": written, "durations": _durations(plan, amount), "edits": edits})
         return 0 if plan.profiles else 1
-    print_plan(plan, amount, verbose)
-    if written:
-        print(f"wrote {', '.join(written)}")
+    after = paragraph(f"wrote {', '.join(written)}") if written else []
     if source and plan.profiles:
-        say(diff or f"{source.label} has the settings of {plan.usual.name} already")
+        after += diff.splitlines() or paragraph(f"{source.label} has these settings already")
+    print_plan(plan, amount, verbose, after)
     return 0 if plan.profiles else 1
 
 
@@ -90,7 +88,8 @@ def _durations(plan, amount: AmountOptions) -> dict[str, Any]:
     spec = plan.spec
     return {
         profile.name: to_dict(
-            profile.estimate, amount.time_and_cost(profile.estimate, spec.seq_len, spec.preset.processes)
+            profile.estimate,
+            amount.time_and_cost(profile.estimate, spec.effective_batch_size, spec.preset.processes),
         )
         for profile in plan.profiles
     }

@@ -100,7 +100,7 @@ def plan(
         typer.Option(
             metavar="DATA",
             help="A jsonl file, whose rows say the task (answers: sft, pairs: dpo, texts) and, for the time, how many "
-            "they are; or a hub name. It stands in the command that is printed.",
+            "they are; or a hub name. Where a recipe runs the job, it stands in the command that is printed.",
         ),
     ] = None,
     settings: Settings = None,
@@ -145,9 +145,11 @@ def plan(
     from hf_memopt.cli.foreign import left_open, read_job
     from hf_memopt.cli.plan import ExportOptions, run_frames, run_lengths, run_plan, run_which_card
     from hf_memopt.cli.speed import AmountOptions
-    from hf_memopt.data.what_for import find_use, is_readable
+    from hf_memopt.data.what_for import find_use
     from hf_memopt.estimator.spec_job import read_model
+    from hf_memopt.foreign.source import is_source
     from hf_memopt.hardware.host_memory import HostMemory
+    from hf_memopt.job.spec import JobSpec
 
     answer_for(stack)
     any_card, longest = hardware.lower() == ANY, seq_len == "max"
@@ -159,16 +161,31 @@ def plan(
     one_card = {"--memory": memory, "--strategy": strategy, "--export": export, "--price": price, "--dataset": dataset}
     for name in (name for name, value in one_card.items() if any_card and value is not None):
         raise InputError(f"{name} belongs to one card: name it with --hardware, or leave {name} out")
+    unused = {
+        "--tokens": tokens,
+        "--samples": samples,
+        "--epochs": epochs,
+        "--price": price,
+        "--verbose": verbose or None,
+    }
     lengths = {"--export": export, "--strategy": strategy, "--dataset": dataset}
+    for name in (name for name, value in unused.items() if (longest or frames is not None) and value is not None):
+        raise InputError(f"{'--seq-len' if longest else '--frames'} max prints a table of limits: leave {name} out")
     for name in (name for name, value in lengths.items() if longest and value):
         raise InputError(f"--seq-len max is a question of one device's memory: leave {name} out")
     of_settings = {"--memory": memory, "--host-memory": host_memory, "--export": export, "--dataset": dataset}
     for name in (name for name, value in of_settings.items() if frames is not None and value is not None):
         raise InputError(f"--frames max counts the frames of one device's whole memory: leave {name} out")
-    use = find_use(dataset) if dataset and is_readable(dataset) else None
+    use = None
+    if dataset and is_source(model):
+        raise InputError("--dataset: the file names its own data; for the time, say --samples")
+    if dataset:
+        asked = read_model(JobSpec(model=model))
+        use = find_use(dataset, task, with_media=asked.video is not None)
     if use is not None:
-        task = task or use.task
-        if samples is None and tokens is None:
+        use.check_model(dataset, asked)
+        task = use.task
+        if use.samples and samples is None and tokens is None:
             samples = str(use.samples)
     amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
     cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
@@ -186,8 +203,6 @@ def plan(
         task=task,
     )
     spec = replace(spec, dataset=dataset)
-    if use is not None:
-        use.check_model(read_model(spec))
     if source is not None:
         if export:
             raise InputError("--export writes files of the recipes: hf-memopt migrate FILE DIR does so of a file")

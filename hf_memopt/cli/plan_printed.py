@@ -14,7 +14,6 @@ from hf_memopt.cli.answer import (
 )
 from hf_memopt.cli.output import print_table
 from hf_memopt.cli.speed import AmountOptions, print_profile_speeds, profile_names
-from hf_memopt.data.what_for import is_readable
 from hf_memopt.packages import missing_for
 from hf_memopt.terminal import say
 from hf_memopt.units import gib, size
@@ -22,20 +21,25 @@ from hf_memopt.units import gib, size
 _ALTERNATIVES = 4  # lines
 
 
-def print_plan(plan, amount: AmountOptions, verbose: bool) -> None:
-    """Print a plan: its usual profile, what else would do, why not the rest, and the command."""
+def print_plan(plan, amount: AmountOptions, verbose: bool, after: list[str]) -> None:
+    """Print a plan: its usual profile, what else would do, why not the rest, and the command.
+
+    Args:
+        after: lines that follow: what was written, the diff of another tool's file.
+    """
     if verbose:
         _print_tables(plan, amount)
+        print("".join(f"{line}\n" for line in after), end="")
     elif plan.profiles:
-        _print_usual(plan, amount)
+        _print_usual(plan, amount, after)
     else:
         _print_nothing(plan)
 
 
-def _print_usual(plan, amount: AmountOptions) -> None:
+def _print_usual(plan, amount: AmountOptions, after: list[str]) -> None:
     spec, profile = plan.spec, plan.usual
     estimate = profile.estimate
-    took = amount.time_and_cost(estimate, spec.seq_len, spec.preset.processes)
+    took = amount.time_and_cost(estimate, spec.effective_batch_size, spec.preset.processes)
     head = [
         *paragraph(f"YES, with {spec.preset.method}: {_asked(spec)}"),
         *memory_bar(estimate),
@@ -48,7 +52,7 @@ def _print_usual(plan, amount: AmountOptions) -> None:
     if spec.tool is None:
         start, notes = _start(spec, profile)
         tail = [*start, *tail, *note_lines(notes)]
-    print_answer(head, [*others, *one_each("not", map(_why_not, plan.rejected))], tail)
+    print_answer(head, [*others, *one_each("not", map(_why_not, plan.rejected))], [*tail, *after])
 
 
 def _print_nothing(plan) -> None:
@@ -104,7 +108,7 @@ def _print_tables(plan, amount: AmountOptions) -> None:
     say(f"{_asked(spec)}{method}, {spec.effective_batch_size} samples a step ({gib(spec.memory)} each)")
     if plan.profiles:
         _print_profiles(plan)
-        print_profile_speeds(_by_settings(plan.profiles), amount, spec.seq_len, spec.preset.processes)
+        print_profile_speeds(_by_settings(plan.profiles), amount, spec.effective_batch_size, spec.preset.processes)
         _print_methods(plan)
         print("\n".join(host_lines(max(one.estimate.host_bytes for one in plan.profiles), spec.host_memory)))
     if plan.rejected:
@@ -135,11 +139,10 @@ def _start(spec, profile) -> tuple[list[str], list[str]]:
     )
 
     if has_recipe(spec):
-        was_read = spec.dataset and is_readable(spec.dataset)  # of a file that was read the task is known
         texts = "this trains on texts; for chats and answers, --task sft plans recipes/sft.py"
         notes = [
             missing_for(recipe_name(spec), profile.preset.strategy),
-            texts if recipe_name(spec) == "pretrain" and not was_read else "",
+            texts if recipe_name(spec) == "pretrain" else "",
         ]
         return command_lines(launch_command(spec, profile)), [note for note in notes if note]
     config = TRL_TASKS[spec.task].config if spec.task in TRL_TASKS else "TrainingArguments"

@@ -1,6 +1,7 @@
 """Predicted speed, time and cost, as the commands print them."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +38,35 @@ class AmountOptions:
             price=self.price,
         )
 
-    def time_and_cost(self, estimate, seq_len: int, devices: int):
-        """The Duration of an estimated job; None where nobody asks, or where the speed is unknown."""
-        from hf_memopt.estimator.duration import duration
+    def time_and_cost(self, estimate, samples: int, devices: int):
+        """The Duration of an estimated job; None where nobody asks, or where the speed is unknown.
 
-        tokens = self.read().count_tokens(seq_len)
-        if tokens is None or estimate.tokens_per_second is None:
+        Args:
+            samples: of an optimizer step, over all devices. So many take a step each, whatever their tokens are: a
+                pair has two answers, a video its frames.
+        """
+        from hf_memopt.estimator.duration import Duration, duration
+
+        amount = self.read()
+        if (count := amount.count_samples()) is not None and estimate.step_seconds is not None:
+            seconds = count / samples * estimate.step_seconds
+            tokens = round(seconds * estimate.tokens_per_second) if estimate.tokens_per_second else None
+            cost = None if self.price is None else seconds / 3600 * devices * self.price
+            return Duration(tokens, seconds, cost, None if tokens else math.ceil(count / samples))
+        if amount.tokens is None or estimate.tokens_per_second is None:
             return None
-        return duration(tokens, estimate.tokens_per_second, self.price, devices)
+        return duration(amount.tokens, estimate.tokens_per_second, self.price, devices)
+
+    def in_words(self, took) -> str:
+        """What a Duration is of, and its cost."""
+        from hf_memopt.estimator.duration import two_digits
+
+        if (count := self.read().count_samples()) is not None:
+            what = f"{count:,} samples, all as long as the longest"
+        else:
+            what = f"{took.tokens:,} tokens" if took.steps is None else f"{took.steps:,} steps of the largest batch"
+        price = f" (at {self.price:g} a device and hour)" if self.price is not None else ""
+        return what if took.cost is None else f"{what}, cost in total {two_digits(took.cost)}{price}"
 
 
 def to_dict(estimate, took) -> dict[str, Any] | None:
@@ -64,13 +86,7 @@ def print_speed(estimate, took, amount: AmountOptions) -> None:
             parts.append(f"MFU {estimate.mfu:.0%}")
         print(f"speed: {', '.join(parts)}, {predicted_within(estimate.speed_error)}")
     if took is not None:
-        cost = (
-            ""
-            if took.cost is None
-            else f", cost in total {two_digits(took.cost)} (at {amount.price:g} a device and hour)"
-        )
-        what = f"{took.tokens:,} tokens" if took.steps is None else f"{took.steps:,} steps of the largest batch"
-        print(f"{what}: {time_text(took.seconds)}{cost}, {predicted_within(estimate.speed_error)}")
+        print(f"{time_text(took.seconds)} for {amount.in_words(took)}, {predicted_within(estimate.speed_error)}")
     elif amount.asked:
         print("time and cost: unknown, see the note on speed")
 
@@ -83,11 +99,12 @@ def profile_names(group: list) -> str:
     return "every profile" if names == known else f"{names[0]} and above"
 
 
-def print_profile_speeds(groups: list[list], amount: AmountOptions, seq_len: int, devices: int) -> None:
+def print_profile_speeds(groups: list[list], amount: AmountOptions, samples: int, devices: int) -> None:
     """A row for all profiles with the same settings.
 
     Args:
         groups: profiles of a plan, by their settings.
+        samples: of an optimizer step.
     """
     from hf_memopt.estimator.duration import predicted_within, time_text, two_digits
 
@@ -100,11 +117,12 @@ def print_profile_speeds(groups: list[list], amount: AmountOptions, seq_len: int
     for group, estimate in zip(groups, first, strict=True):
         mfu = "" if estimate.mfu is None else f"{estimate.mfu:.0%}"
         speeds = [two_digits(estimate.tokens_per_second), mfu, time_text(estimate.step_seconds)]
-        if took := amount.time_and_cost(estimate, seq_len, devices):
+        if took := amount.time_and_cost(estimate, samples, devices):
             speeds += [time_text(took.seconds), *([] if took.cost is None else [two_digits(took.cost)])]
         rows.append((profile_names(group), *speeds))
     heads = ["profile", "tokens/s", "MFU", "a step"]
-    if tokens := amount.read().count_tokens(seq_len):
+    if took:
         price = [] if amount.price is None else [f"cost in total at {amount.price:g} a device and hour"]
-        heads += [f"{tokens:,} tokens", *price]
+        count = amount.read().count_samples()
+        heads += [f"{took.tokens:,} tokens" if count is None else f"{count:,} samples", *price]
     print_table(f"speed, {predicted_within(first[0].speed_error)}", tuple(heads), rows)

@@ -9,13 +9,14 @@ _IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 def captioned_rows(folder: Path, source: str) -> list[dict[str, str | None]] | None:
-    """Rows of `video` or `image` and `caption`; None of a folder that holds neither clips nor pictures.
+    """Rows of `video` or `image` and `caption`; None of a folder without clips and pictures, and of one whose metadata
+    `datasets` reads itself.
 
     Raises:
         InputError: a clip without a caption, or one that is empty.
     """
     media = sorted(path for path in folder.iterdir() if path.suffix.lower() in (*_VIDEOS, *_IMAGES))
-    if not media or any(folder.glob("metadata.*")):  # which `datasets` reads itself
+    if not media or any((folder / f"metadata.{suffix}").is_file() for suffix in ("csv", "jsonl", "parquet")):
         return None
     texts = {path: path.with_suffix(".txt") for path in media}
     if bare := [path.name for path in media if not texts[path].is_file()]:

@@ -51,7 +51,7 @@ def load_rows(
     Raises:
         InputError: the source does not exist, is empty, or has no supported columns.
     """
-    splits = _open(source, config, streaming)
+    splits = _open(source, config, streaming, with_media)
     for name in filter(None, (split, held_out_split)):
         if name not in splits:
             raise InputError(f"data set {source!r} has no split {name!r}; it has {', '.join(map(str, splits))}")
@@ -89,7 +89,7 @@ def _warn_unused(unused: list[str], source) -> None:
         logger.warning("data set %r: columns not used: %s", str(source), ", ".join(unused))
 
 
-def _open(source, config, streaming) -> dict:
+def _open(source, config, streaming, with_media: bool = False) -> dict:
     from datasets import Dataset, load_dataset, load_from_disk
 
     if source in ("builtin:documents", "builtin:questions", "builtin:preferences"):
@@ -105,8 +105,9 @@ def _open(source, config, streaming) -> dict:
             loaded = load_from_disk(str(path))
             splits = loaded if isinstance(loaded, dict) else {"train": loaded}
             return {name: rows.to_iterable_dataset() for name, rows in splits.items()} if streaming else splits
-        if path.is_dir() and (captioned := captioned_rows(path, source)):
-            return {"train": Dataset.from_list(captioned)}
+        if with_media and path.is_dir() and (captioned := captioned_rows(path, source)):
+            rows = Dataset.from_list(captioned)
+            return {"train": rows.to_iterable_dataset() if streaming else rows}
         return load_dataset(str(path) if path.is_dir() else source, config, streaming=streaming)
 
 

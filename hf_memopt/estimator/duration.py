@@ -96,11 +96,13 @@ class Amount:
         if self.price is not None and self.tokens is None and self.samples is None:
             raise InputError(f"price={self.price:g} needs an amount of training: add --tokens or --samples")
 
+    def count_samples(self) -> int | None:
+        """Samples to train on, over all epochs; None where tokens are counted."""
+        return self.samples and math.ceil(self.samples * (1 if self.epochs is None else self.epochs))
+
     def count_tokens(self, seq_len: int) -> int | None:
         """Tokens to train on, every sample being `seq_len` long; None where nobody asks."""
-        if self.samples is None:
-            return self.tokens
-        return math.ceil(self.samples * (1 if self.epochs is None else self.epochs)) * seq_len
+        return self.tokens if self.samples is None else self.count_samples() * seq_len
 
 
 def parse_count(text: str) -> int:
