@@ -125,6 +125,16 @@ def test_extending_two_shallow_traces_equals_tracing_all_layers(fields, lora, mo
     assert estimate(_config(14), fields, LENGTH, "rtx_4090", lora).breakdown == extended.breakdown
 
 
+@pytest.mark.parametrize("dense", [1, slow(3)])
+def test_layers_of_another_kind_come_first(dense, monkeypatch):
+    """The layer above them runs one of them again in its backward pass, where the last one runs its own kind."""
+    experts = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    config = _config(11, family="glm4_moe", head_dim=16, first_k_dense_replace=dense, **experts)
+    extended = estimate(config, CHECKPOINTED, LENGTH, "rtx_4090", _lora())
+    monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
+    assert estimate(config, CHECKPOINTED, LENGTH, "rtx_4090", _lora()).breakdown == extended.breakdown
+
+
 @pytest.mark.parametrize(("micro", "length"), [(1, 4096), (4, 1024)])
 def test_no_line_goes_through_the_peaks_of_two_moments(micro, length, monkeypatch):
     """The shallower model's backward has its peak in the loss, the deeper one's where all gradients exist before the

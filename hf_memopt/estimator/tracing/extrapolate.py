@@ -123,7 +123,7 @@ def extrapolate_peaks(
         return highest((moment.segment, peak) for moment, peak in moments[0].items())
     prefix, _ = _pattern(config.get_text_config(), count_layers(config))
     low, high = (
-        highest(_placed(by_moment, depth, depths[0], max(1, prefix), by_layer))
+        highest(_placed(by_moment, depth, depths[0], prefix, by_layer))
         for by_moment, depth in zip(moments, depths, strict=True)
     )
     steps = (count_layers(config) - depths[0]) // (depths[1] - depths[0])
@@ -140,7 +140,8 @@ def _placed(
 
     Args:
         lowest: layers of the shallower model.
-        prefix: layers that come before the pattern of layer kinds; at least the first.
+        prefix: layers that come before the pattern of layer kinds. The one above them is not counted from the last: its
+            backward pass ends in the second forward pass of the layer below, which is of another kind.
     """
     for (segment, run, layer), peak in moments.items():
         if not by_layer:
@@ -153,7 +154,7 @@ def _placed(
         from_last = depth - 1 - number
         if number < lowest - 1:
             yield (segment, run, stack, "from first", number), peak
-        if lowest - 1 - from_last >= prefix:
+        if lowest - 1 - from_last > prefix:
             yield (segment, run, stack, "from last", from_last), peak
 
 
