@@ -3,21 +3,33 @@ python benchmarks/configs.py FOLDER
 
 FOLDER holds checkouts, one a repository, each in a folder named owner+name. Every YAML and shell script under its
 folders of examples is read, or refused in one sentence; nothing is run, imported or copied. Stated figures come from
-comments of ms-swift's scripts and from data/configs.toml. Files are halves by a hash of their path: one half of the
-figures (held_out) was not looked at while the tables were written.
+comments of ms-swift's scripts and from data/configs.toml; those of samples that are not packed into blocks of one
+length are not compared. One half of the figures, by a hash of where they stand, was not looked at while the tables were
+written (held_out).
 """
 
 import argparse
 import hashlib
+import json
 import logging
 import re
 import tomllib
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from record import record
+from transformers import AutoConfig
+
+from hf_memopt.cli.estimate import settle_job
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.api import estimate_job
+from hf_memopt.estimator.architectures import is_bundled_id
+from hf_memopt.estimator.spec_job import spec_job
+from hf_memopt.foreign.source import Source, read_source
+from hf_memopt.foreign.table import read_table
 
 DATA = Path(__file__).parent / "data" / "configs.toml"
 # Repository -> the folders with its configurations, and what their files end in.
@@ -36,16 +48,14 @@ _CARD = 79  # so many GiB and more are the size of a card, not what was used of 
 GIB = 2**30
 
 
-def held_out(repository: str, file: str) -> bool:
-    """True if a file's figure was not looked at while the tables were written."""
-    return repository == "modelscope/ms-swift" and int(hashlib.sha256(file.encode()).hexdigest()[0], 16) % 2 == 1
+def held_out(row: dict) -> bool:
+    """True if a figure was not looked at while the tables were written: half of them, by a hash of where it stands."""
+    where = row["where"] if "looked_at" not in row else ""
+    return bool(where) and int(hashlib.sha256(where.encode()).hexdigest()[0], 16) % 2 == 1
 
 
 def read(path: Path) -> tuple[str, str]:
     """What becomes of a file: read, refused, no job, not known or failed; and the sentence."""
-    from hf_memopt.errors import InputError
-    from hf_memopt.foreign.source import read_source
-
     try:
         translation = read_source(str(path)).translate()
         if translation.unknown and not translation.refused:
@@ -80,54 +90,80 @@ def _brief(text: str) -> str:
     return re.sub(r"=[^:]*:", ":", text.split(" (")[0])[:120]
 
 
-def figures(folder: Path) -> list[dict]:
-    """The figures that can be compared: of files that are read, of bundled models, with a length."""
+def figures(folder: Path, seen_alone: bool) -> tuple[list[dict], list[dict]]:
+    """The figures that can be compared, with ours; and the others, with the reason.
+
+    Args:
+        seen_alone: leave out the half that is held out.
+    """
     data = tomllib.loads(DATA.read_text(encoding="utf-8"))
-    stated = data["figure"]
-    root = folder / "modelscope+ms-swift"
+    rows, others = [], []
+    for row in data["figure"] + list(_commented(folder / "modelscope+ms-swift")):
+        if seen_alone and held_out(row):
+            continue
+        try:
+            compared = _compared(folder, row, data["models"]) | {"why": data["why"].get(row["where"], "")}
+            rows.append(compared)
+            print(compared, flush=True)
+        except InputError as error:
+            others.append({key: row[key] for key in ("repository", "where", "stated")} | {"why": str(error)})
+            print(others[-1], flush=True)
+    return rows, others
+
+
+def _commented(root: Path) -> Iterator[dict]:
+    """The memory that comments of ms-swift's scripts state, but for cards of their size."""
     for path in sorted((root / "examples").rglob("*.sh")):
         match = _STATED.search(path.read_text(encoding="utf-8"))
         if match and float(match[1]) < _CARD:
             file = str(path.relative_to(root))
             row = {"repository": "modelscope/ms-swift", "where": file, "file": file}
-            stated.append(row | {"stated": float(match[1]), "metric": "device"})
-    rows = []
-    for row in stated:
-        if (compared := _compared(folder, row)) is not None:
-            rows.append(compared | {"why": data["why"].get(row["where"], "")})
-            print(compared, flush=True)
-    return rows
+            yield row | {"stated": float(match[1]), "metric": "device"}
 
 
-def _compared(folder: Path, row: dict) -> dict | None:
-    """A figure with ours; None of a file that is refused, names no bundled model or no length."""
-    from hf_memopt.cli.estimate import settle_job
-    from hf_memopt.errors import InputError
-    from hf_memopt.estimator.api import estimate_job
-    from hf_memopt.estimator.architectures import is_bundled_id
-    from hf_memopt.estimator.spec_job import spec_job
-    from hf_memopt.foreign.source import read_source
+def _compared(folder: Path, row: dict, models: dict) -> dict:
+    """A figure with ours.
 
-    path = folder / row["repository"].replace("/", "+") / row["file"]
-    try:
-        source = read_source(str(path))
-        source = replace(source, settings=_overridden(source.settings, row.get("override", {})))
-        translation = source.translate()
-        translation.check()
-        spec = translation.spec()
-        if spec.seq_len is None or not is_bundled_id(str(spec.model)):
-            return None
-        hardware, devices = row.get("hardware", "a100_80gb"), row.get("devices", spec.world_size)
-        estimate = estimate_job(spec_job(settle_job(replace(spec, hardware=hardware, world_size=devices))))
-    except InputError as error:
-        print(row["where"], error, flush=True)
-        return None
+    Raises:
+        InputError: the job is refused, its model's sizes are not known, or the lengths of its samples.
+    """
+    if "unstated" in row:
+        raise InputError(f"not stated: {row['unstated']}")
+    source = _source(folder, row)
+    translation = source.translate()
+    translation.check()
+    spec = translation.spec()
+    if not spec.packed:
+        raise InputError("the lengths of its samples are not stated")
+    hardware, devices = row.get("hardware", "a100_80gb"), row.get("devices", spec.world_size)
+    spec = replace(spec, model=_model(str(spec.model), models), hardware=hardware, world_size=devices)
+    estimate = estimate_job(spec_job(settle_job(spec)))
     ours = {"device": "device_bytes", "reserved": "peak_reserved_bytes", "allocated": "peak_allocated_bytes"}
     predicted = getattr(estimate, ours[row["metric"]]) / GIB
-    facts = {"model": str(spec.model), "method": spec.method, "seq_len": spec.seq_len, "devices": devices or 1}
-    kept = {key: row[key] for key in ("repository", "where", "file", "stated", "metric")}
-    more = {"predicted": round(predicted, 2), "error": round(predicted / row["stated"] - 1, 4)}
-    return kept | facts | more | {"held_out": held_out(row["repository"], row["file"])}
+    facts = {"model": str(translation.fields["model"]), "method": spec.method, "seq_len": spec.seq_len}
+    kept = {key: row[key] for key in ("repository", "where", "stated", "metric")}
+    facts |= {"devices": devices or 1, "predicted": round(predicted, 2)}
+    return kept | facts | {"error": round(predicted / row["stated"] - 1, 4)} | {"held_out": held_out(row)}
+
+
+def _source(folder: Path, row: dict) -> Source:
+    """A figure's job: a file of a checkout, or settings in a tool's keys; with the settings that the figure names."""
+    if "file" not in row:
+        return Source(None, row["where"], read_table(row["tool"]), row["settings"])
+    source = read_source(str(folder / row["repository"].replace("/", "+") / row["file"]))
+    return replace(source, settings=_overridden(source.settings, row.get("override", {})))
+
+
+def _model(name: str, models: dict):
+    """A bundled model by its name, or another's configuration.
+
+    Raises:
+        InputError: its sizes are not known.
+    """
+    known = models.get(name, name)
+    if isinstance(known, str) and not is_bundled_id(known):
+        raise InputError("its model is not bundled")
+    return known if isinstance(known, str) else AutoConfig.for_model(**json.loads(json.dumps(known)))
 
 
 def _overridden(settings, override: dict) -> dict:
@@ -145,9 +181,11 @@ def _overridden(settings, override: dict) -> dict:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--seen", action="store_true", help="print the figures that are not held out, and record none")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    record(
-        "configs", figures(arguments.folder), "python benchmarks/configs.py FOLDER", counts=counted(arguments.folder)
-    )
+    compared, others = figures(arguments.folder, arguments.seen)
+    if not arguments.seen:
+        counts = counted(arguments.folder)
+        record("configs", compared, "python benchmarks/configs.py FOLDER", counts=counts, not_compared=others)

@@ -5,6 +5,7 @@ tensors comes from a fake kernel that allocates otherwise than the real one; acc
 """
 
 import functools
+import itertools
 import sys
 import weakref
 from collections import Counter, defaultdict
@@ -178,6 +179,11 @@ class Ledger(TorchDispatchMode):
     def peaks(self) -> dict[str, Peak]:
         """Segment -> its highest Peak until now."""
         return highest(((moment.segment, peak) for moment, peak in self.moments.items()))
+
+    def passed_layers(self) -> bool:
+        """True if the phase that runs has been in a layer."""
+        latest = itertools.takewhile(lambda segment: segment != self.phase, reversed(self.segments))
+        return any("layer" in segment for segment in latest)
 
     def begin(self, phase: str, kind: str) -> None:
         """Begin a phase; new storages are of the given kind."""

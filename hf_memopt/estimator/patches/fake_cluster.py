@@ -170,8 +170,9 @@ def following_fsdp(ledger) -> Iterator[None]:
         for weight in group.fsdp_params:
             if weight.sharded_param.grad is not None:
                 ledger.classify(weight.sharded_param.grad, "gradients")
-        # Backward begins with the head and ends with the embedding, whose peaks grow differently with the layers.
-        beside = "the embeddings" if "layer" in ledger.segments[-1] else "the head"
+        # Backward begins with the head and ends with the embedding and the root's other weights, whose peaks grow
+        # differently with the layers.
+        beside = "the embeddings" if ledger.passed_layers() else "the head"
         where, layer = getattr(group.modules[0], "place_in_model", (beside, None))
         ledger.enter(f"{ledger.phase}: gradients of {where}", layer=layer)
 
