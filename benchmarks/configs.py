@@ -4,8 +4,8 @@ python benchmarks/configs.py FOLDER
 FOLDER holds checkouts, one a repository, each in a folder named owner+name. Every YAML and shell script under its
 folders of examples is read, or refused in one sentence; nothing is run, imported or copied. Stated figures come from
 comments of ms-swift's scripts and from data/configs.toml; those of samples that are not packed into blocks of one
-length are not compared. One half of the figures, by a hash of where they stand, was not looked at while the tables were
-written (held_out).
+length are not compared. One half of the figures, by a hash of where they stand, was not looked at while the tables
+were written (held_out).
 """
 
 import argparse
@@ -28,8 +28,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.architectures import is_bundled_id
 from hf_memopt.estimator.spec_job import spec_job
-from hf_memopt.foreign.source import Source, read_source
-from hf_memopt.foreign.table import read_table
+from hf_memopt.foreign.source import read_source
 
 DATA = Path(__file__).parent / "data" / "configs.toml"
 # Repository -> the folders with its configurations, and what their files end in.
@@ -129,11 +128,11 @@ def _compared(folder: Path, row: dict, models: dict) -> dict:
     """
     if "unstated" in row:
         raise InputError(f"not stated: {row['unstated']}")
-    source = _source(folder, row)
-    translation = source.translate()
+    source = read_source(str(folder / row["repository"].replace("/", "+") / row["file"]))
+    translation = replace(source, settings=_overridden(source.settings, row.get("override", {}))).translate()
     translation.check()
     spec = translation.spec()
-    if not spec.packed:
+    if not (spec.packed or spec.training.get("packing")):
         raise InputError("the lengths of its samples are not stated")
     hardware, devices = row.get("hardware", "a100_80gb"), row.get("devices", spec.world_size)
     spec = replace(spec, model=_model(str(spec.model), models), hardware=hardware, world_size=devices)
@@ -144,14 +143,6 @@ def _compared(folder: Path, row: dict, models: dict) -> dict:
     kept = {key: row[key] for key in ("repository", "where", "stated", "metric")}
     facts |= {"devices": devices or 1, "predicted": round(predicted, 2)}
     return kept | facts | {"error": round(predicted / row["stated"] - 1, 4)} | {"held_out": held_out(row)}
-
-
-def _source(folder: Path, row: dict) -> Source:
-    """A figure's job: a file of a checkout, or settings in a tool's keys; with the settings that the figure names."""
-    if "file" not in row:
-        return Source(None, row["where"], read_table(row["tool"]), row["settings"])
-    source = read_source(str(folder / row["repository"].replace("/", "+") / row["file"]))
-    return replace(source, settings=_overridden(source.settings, row.get("override", {})))
 
 
 def _model(name: str, models: dict):

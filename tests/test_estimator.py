@@ -135,6 +135,24 @@ def test_layers_of_another_kind_come_first(dense, monkeypatch):
     assert estimate(config, CHECKPOINTED, LENGTH, "rtx_4090", _lora()).breakdown == extended.breakdown
 
 
+def test_weights_of_unlike_layers_are_counted():
+    """The first layers may be dense, or hold none of the modules that adapters are put on."""
+    from hf_memopt.cli.estimate import settle_job
+    from hf_memopt.estimator.spec_job import spec_job
+    from hf_memopt.job.spec import JobSpec
+
+    experts = {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    dense_first = _config(12, family="glm4_moe", head_dim=16, first_k_dense_replace=3, **experts)
+    few_attend = _config(12, family="lfm2", full_attn_idxs=[2, 5, 8, 11])
+    adapters = {"target_modules": r".*self_attn\.q_proj"}
+    for config, method in ((dense_first, "full"), (few_attend, "lora")):
+        lora = adapters if method == "lora" else {}
+        spec = JobSpec(model=config, hardware="rtx_4090", method=method, seq_len=LENGTH, lora=lora)
+        job = spec_job(settle_job(spec))
+        outside, layer = job.elements(trained=True)
+        assert outside + 12 * layer == sum(job.trained_sizes())
+
+
 @pytest.mark.parametrize(("micro", "length"), [(1, 4096), (4, 1024)])
 def test_no_line_goes_through_the_peaks_of_two_moments(micro, length, monkeypatch):
     """The shallower model's backward has its peak in the loss, the deeper one's where all gradients exist before the

@@ -95,12 +95,16 @@ def stated() -> str:
 
 
 def _summary() -> str:
-    rows = results("configs")["rows"]
+    rows, others = results("configs")["rows"], results("configs")["not_compared"]
     parts = []
     for name, half in (("seen", False), ("held out", True)):
         errors = [abs(row["error"]) for row in rows if row["held_out"] is half]
         parts.append(f"{sum(error <= _CLOSE for error in errors)} of {len(errors)} {name}")
-    return f"Within {_CLOSE:.0%}: {' and '.join(parts)}."
+    lengths = sum("lengths of its samples" in row["why"] for row in others)
+    return (
+        f"Within {_CLOSE:.0%}: {' and '.join(parts)}. Not compared: {lengths} figures of samples whose lengths are "
+        f"not stated, and {len(others) - lengths} of jobs that are refused or not described."
+    )
 
 
 TABLES = {f"keys of {read.name}": partial(keys, tool) for tool, read in list_tables().items()} | {

@@ -205,17 +205,20 @@ class Job(ModelSettings):
         return False
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
-        """Weights outside the layers and within one layer; only trained ones if `trained`."""
+        """Weights outside the layers and within one layer, on average where they differ; only trained ones if
+        `trained`."""
         adapters = self.peft_config if trained else None
-        layers = count_layers(self.config)
-        single, double = (
+        layers, depths = count_layers(self.config), shallow_depths(self.config)
+        counts = [
             count_weights(
                 with_depth(self.config, depth), self.task, self.dtype, adapter_at_depth(adapters, layers, depth)
             )
-            for depth in (1, 2)
-        )
-        layer = max(1, double - single)
-        return single - layer, layer
+            for depth in depths
+        ]
+        low, high = (0, depths[0]) if len(depths) == 1 else depths
+        grown = counts[-1] - (counts[0] if low else 0)
+        layer = max(1, grown // (high - low))
+        return counts[-1] + grown * (layers - high) // (high - low) - layer * layers, layer
 
     def trained_sizes(self) -> list[int]:
         """The number of elements of each trained weight, in the model's order."""

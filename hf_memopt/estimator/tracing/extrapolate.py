@@ -140,8 +140,8 @@ def _placed(
 
     Args:
         lowest: layers of the shallower model.
-        prefix: layers that come before the pattern of layer kinds. The one above them is not counted from the last: its
-            backward pass ends in the second forward pass of the layer below, which is of another kind.
+        prefix: layers that come before the pattern of layer kinds. The one above them is not counted from the last:
+            its backward pass ends in the second forward pass of the layer below, which is of another kind.
     """
     for (segment, run, layer), peak in moments.items():
         if not by_layer:
