@@ -245,6 +245,21 @@ def test_torchtunes_adapters_have_the_models_dtype_and_pefts_are_in_fp32(command
     assert not read_source(str(FOLDER / "torchtune" / "lora.yaml")).translate().spec().tool.autocast_adapter_dtype
 
 
+def test_torchtunes_4_bit_weights_are_multiplied_in_the_models_dtype():
+    """bitsandbytes' default, fp32, is peft's dtype for adapters and for all that passes through them."""
+    spec = read_source(str(FOLDER / "torchtune" / "qlora.yaml")).translate().spec()
+    assert spec.quantization["bnb_4bit_compute_dtype"] == spec.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("adapter", "masters"), [("", False), ("lora", True)])
+def test_axolotls_fsdp2_keeps_no_fp32_masters(adapter, masters, tmp_path):
+    file = _axolotl(
+        tmp_path, adapter=adapter, fsdp_version=2, fsdp_config={"reshard_after_forward": True}, bf16="auto"
+    )
+    spec = read_source(str(file)).translate().spec()
+    assert spec.dtype == "bfloat16" and spec.training["bf16"] is masters
+
+
 def test_a_plan_keeps_an_optimizer_that_the_file_chose(command, tmp_path):
     file = _axolotl(tmp_path, adapter="", optimizer="paged_adamw_8bit")
     code, output, _ = command("plan", str(file), "--hardware", "rtx_4090", "--json")

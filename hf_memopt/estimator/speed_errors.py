@@ -27,8 +27,8 @@ class SpeedError:
 
 
 ERRORS = (
-    SpeedError(ADAPTERS, "8.0", 0.6, 4),
-    SpeedError(ADAPTERS, "8.9", 0.25, 20),
+    SpeedError(ADAPTERS, "8.0", 0.2, 2),
+    SpeedError(ADAPTERS, "8.9", 0.25, 19),
     SpeedError(DENSE, "12.0", 0.2, 6),
     SpeedError(DENSE, "8.0", 0.2, 39),
     SpeedError(DENSE, "8.9", 0.2, 1),
