@@ -98,6 +98,32 @@ def test_head_and_embedding_grow_apart(monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_root_that_is_reduced_last_is_not_the_heads_moment(monkeypatch):
+    """FSDP2 reduces its root group after the embedding: in a deep model that is higher than the head's own moment."""
+    config = AutoConfig.for_model(
+        "gpt_oss",
+        hidden_size=256,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=20000,
+        layer_types=["sliding_attention", "full_attention"] * 6,
+    )
+
+    def found():
+        fields = {**CHECKPOINTED, "bf16": True, "per_device_train_batch_size": 1}
+        return estimate(config, fields, 256, "a100_80gb", dtype="bfloat16", world_size=4, strategy="fsdp2")
+
+    extended = found().peak_allocated_bytes
+    monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
+    assert extended == pytest.approx(found().peak_allocated_bytes, rel=0.002)
+
+
+@pytest.mark.slow
 def test_the_limits_of_zero_3_hold_at_full_depth(monkeypatch):
     """Gathered weights and the optimizer's groups stop growing where the JSON says so."""
     zero = {
