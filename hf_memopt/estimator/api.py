@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from hf_memopt.errors import InputError
@@ -183,7 +184,8 @@ def _assemble_or_error(traced: tuple[Job, list]) -> Estimate | InputError:
     if not speed:
         return with_speed(estimate, None, f"speed: {unknown_speed(job) or 'not asked for'}")
     counted, depths, traces = zip(*speed, strict=True)
-    result = throughput(job, counted[0], depths, traces)
+    full = estimate.device_bytes >= (job.device.memory or math.inf)
+    result = throughput(job, counted[0], depths, traces, full)
     return with_speed(estimate, result, speed_note(job.device, result.speed_kind))
 
 

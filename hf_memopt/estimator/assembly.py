@@ -42,10 +42,13 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     added = peak.total - replayed.allocated
     reserved = {name: max(peak.total, size + added) for name, size in replayed.reserved.items()}
     usual = reserved["expandable" if job.expandable and job.device.backend == "cuda" else "segments"]
+    resident = usual + overheads.context(job.device)
+    paged = overheads.paged_on_device(resident, peaks, job.device)
     estimate = Estimate(
         peak_allocated_bytes=peak.total,
         peak_reserved_bytes=usual,
-        device_bytes=overheads.with_paged(usual + overheads.context(job.device), peaks, job.device),
+        device_bytes=resident + paged,
+        paged_bytes=paged,
         host_bytes=overheads.host_bytes(peaks, job, usual - peak.total, logits),
         phase=_phase(segment),
         estimated=job.in_words(traces[-1].attention),

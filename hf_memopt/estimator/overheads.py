@@ -34,14 +34,14 @@ def paged_bytes(peaks: dict[str, Peak]) -> int:
     return max(peak.paged for peak in peaks.values())
 
 
-def with_paged(size: int, peaks: dict[str, Peak], device: Hardware) -> int:
-    """A process's bytes on its device with its paged optimizer states, which are on the device (bitsandbytes fills and
-    prefetches them there) as far as there is room beside the rest: the driver moves their other pages to host memory.
-    Where device and host share one memory nothing moves."""
+def paged_on_device(size: int, peaks: dict[str, Peak], device: Hardware) -> int:
+    """Bytes of paged optimizer states on a device beside a process's other bytes: bitsandbytes fills and prefetches
+    them there, and the driver moves the pages for which there is no room to host memory. Where device and host share
+    one memory nothing moves."""
     paged = paged_bytes(peaks)
     if device.unified_memory or device.memory is None:
-        return size + paged
-    return size + min(paged, max(0, device.memory - size))
+        return paged
+    return min(paged, max(0, device.memory - size))
 
 
 def add_prefetched(peaks: dict[str, Peak], job) -> None:

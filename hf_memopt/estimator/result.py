@@ -16,6 +16,8 @@ class Estimate:
             expandable segments on CUDA, a script or plain settings may not.
         reserved_bytes: the same with expandable segments ("expandable") and without ("segments").
         device_bytes: reserved bytes and the process's context: what nvidia-smi shows.
+        paged_bytes: of device_bytes, paged optimizer states, which leave the device where it has no room for them;
+            not part of to_dict().
         host_bytes: host memory of one process.
         phase: load | forward | backward | optimizer | eval | save, in which the peak occurs.
         breakdown: kind -> bytes at the peak, which sum to it.
@@ -48,6 +50,7 @@ class Estimate:
     speed_kind: str | None = None
     speed_error: float | None = None
     timeline: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    paged_bytes: int = field(default=0, repr=False)
 
     def __str__(self) -> str:
         verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[self.fits]
@@ -67,7 +70,7 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as one JSON object."""
-        names = (item.name for item in fields(self) if item.name != "timeline")
+        names = (item.name for item in fields(self) if item.name not in ("timeline", "paged_bytes"))
         return {name: getattr(self, name) for name in names} | {
             "fits": self.fits,
             "notes": list(self.notes),

@@ -36,6 +36,7 @@ class Step:
         launch_seconds: in which the host launches these kernels.
         optimizer_seconds: of the optimizer's kernels, over all weights.
         optimizer_offloaded: its states are in host memory without an engine.
+        paged_bytes: of its states, where the device has no room for all of them.
     """
 
     engine: Engine
@@ -44,6 +45,7 @@ class Step:
     launch_seconds: float
     optimizer_seconds: float
     optimizer_offloaded: bool = False
+    paged_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,9 @@ class StepTime:
             if engine.offload == "nvme":
                 adam = self._overlapped(adam, self._disk(STEP_READS * self.trained, STEP_WRITES * self.trained))
             return there_and_back + adam
-        return step.optimizer_seconds / (1 if engine.plain else ranks)
+        # The kernels read all states in turn, so the pages that left longest ago are the next: all come and go.
+        paging = 2 * step.paged_bytes / self._host_link
+        return step.optimizer_seconds / (1 if engine.plain else ranks) + paging
 
     def _disk(self, read: float, written: float) -> float:
         """Seconds for the machines to read and write so many bytes of the whole job, each its share."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
 from hf_memopt.estimator.accounting.work import extended
 from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.overheads import paged_bytes
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.speed import has_rates, kernel_seconds, peak_rate
 from hf_memopt.estimator.speed_errors import describe_error, find_error, job_kind
@@ -56,10 +57,13 @@ def counted_job(job: Job) -> Job | None:
     return dataclasses.replace(job, fields=fields, engine=engine, world_size=1, rank=0)
 
 
-def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> Throughput:
+def throughput(
+    job: Job, counted: Job, depths: Sequence[int], traces: Sequence[TraceResult], full: bool = False
+) -> Throughput:
     """The speed of a job.
 
     Args:
+        full: the device is, so that paged optimizer states leave it.
         counted: as counted_job() returns it.
         depths, traces: of `counted`, rising.
     """
@@ -81,6 +85,7 @@ def throughput(job: Job, counted: Job, depths: Sequence[int], traces: Sequence[T
         optimizer_seconds=taken.optimizer / steps,
         optimizer_offloaded=job.device.discrete_memory
         and bool(getattr(job.memory_args, "optimizer_cpu_offload", False)),
+        paged_bytes=full and paged_bytes(peaks),
     )
     outside, layer = job.elements(trained=True)
     loaded = max(peak.by_kind.get("parameters", 0) for peak in peaks.values())

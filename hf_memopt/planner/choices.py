@@ -61,6 +61,7 @@ class Choice:
         compressed: activations in 8 bits.
         activations_offloaded: activations in host memory between forward and backward.
         optimizer_offloaded: optimizer states in host memory, one device.
+        in_backward: each weight is updated in backward and its gradient freed, one device.
         streamed: share of the layers whose frozen weights are in host memory, with the embeddings; 0 without.
         trl: what TRL's trainer of a task adds.
     """
@@ -76,6 +77,7 @@ class Choice:
     compressed: bool = False
     activations_offloaded: bool = False
     optimizer_offloaded: bool = False
+    in_backward: bool = False
     optim_rounds: bool = False
     streamed: float = 0.0
     trl: TrlChoice = NO_TRL
@@ -83,6 +85,11 @@ class Choice:
     @property
     def engine(self) -> Engine:
         return engine_named(self.strategy)
+
+    @property
+    def paged(self) -> bool:
+        """True if it is chosen so that optimizer states may leave the device; those of adapters are too few."""
+        return self.optim_rounds and self.optim.startswith("paged")
 
     @property
     def features(self) -> set[str]:
@@ -95,6 +102,7 @@ class Choice:
             "memory.activation_compression": self.compressed,
             "memory.activation_offload": self.activations_offloaded,
             "memory.optimizer_cpu_offload": self.optimizer_offloaded,
+            "memory.optimizer_in_backward": self.in_backward,
             "memory.weight_streaming": self.streamed > 0,
             "precomputed": self.trl.precomputed,
             f"strategy.{self.strategy}": self.strategy not in ("none", "ddp"),
@@ -112,6 +120,7 @@ class Choice:
             self.compressed,
             self.activations_offloaded,
             self.optimizer_offloaded,
+            self.in_backward,
             self.streamed > 0,
             self.optim_rounds,
         )
@@ -124,6 +133,7 @@ class Choice:
             self.inputs_offloaded
             + self.activations_offloaded
             + self.optimizer_offloaded
+            + self.paged
             + (self.streamed > 0)
             + self.engine.offloads
         )
@@ -149,6 +159,8 @@ class Choice:
             fields |= ACTIVATION_OFFLOAD.settings
         if self.optimizer_offloaded:
             fields["optimizer_cpu_offload"] = OPTIMIZER_OFFLOAD.settings["optimizer_cpu_offload"]
+        if self.in_backward:
+            fields["optimizer_in_backward"] = True
         if self.streamed:
             fields |= {"weight_streaming": True, "weight_streaming_ratio": self.streamed}
         if 0 < self.checkpointed < 1 and not self._every_n():
@@ -226,7 +238,7 @@ class SearchSpace:
         """Every combination that compatibility accepts, in no order."""
         for strategy in self._strategies():
             layers = self._checkpointing(strategy)
-            for optim, dtype, optimizer_offloaded, rounds in self._optimizers(strategy):
+            for optimizer in self._optimizers(strategy):
                 for micro, (checkpointed, inputs), (compressed, offloaded), chunked, streamed in itertools.product(
                     self._micro_batches(), layers, self._activations(strategy), self._losses(), self._streamed()
                 ):
@@ -239,15 +251,12 @@ class SearchSpace:
                         micro_batch=micro,
                         accumulation=self._samples // micro,
                         checkpointed=checkpointed,
-                        optim=optim,
-                        dtype=dtype,
                         inputs_offloaded=inputs,
                         chunked_loss=chunked,
                         compressed=compressed,
                         activations_offloaded=offloaded,
-                        optimizer_offloaded=optimizer_offloaded,
-                        optim_rounds=rounds,
                         streamed=streamed,
+                        **optimizer,
                     )
                     configured = choice.configured(self.spec.preset)
                     memory_args = memory_arguments(self.spec.memory_args, choice)
@@ -334,18 +343,27 @@ class SearchSpace:
         fixed = self.spec.memory_args.loss_chunk_size or self.spec.memory_args.logits_to_keep
         return [False] if fixed or self._task != "causal-lm" or self.spec.seq_len <= CHUNK // 4 else [False, True]
 
-    def _optimizers(self, strategy: str) -> list[tuple[str, str, bool, bool]]:
-        """(optim, dtype, states in host memory, rounds). Adapters have too few states for these to matter."""
+    def _optimizers(self, strategy: str) -> list[dict[str, Any]]:
+        """The fields of a Choice that say how weights are updated. Adapters have too few states for these to matter."""
         preset = self.spec.preset
         configured = with_strategy(preset, strategy) if strategy != preset.strategy else preset
         default, dtype = configured.training.get("optim", "adamw_torch_fused"), configured.dtype
         if "optim" in self.spec.training or preset.method != "full" or engine_named(strategy).offloads:
-            return [(self.spec.training.get("optim", default), dtype, False, False)]
+            return [{"optim": self.spec.training.get("optim", default), "dtype": dtype}]
         exact = "adamw_torch" if preset.hardware.backend in ("cpu", "mps") else "adamw_torch_fused"
         job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.discrete_memory)
-        optimizers = [(exact, dtype, False, False)]
+        kinds: list[dict[str, Any]] = [{"optim": exact}]
         if eight_bit := ADAM_8BIT.settings_for(job):
-            optimizers.append((eight_bit["optim"], dtype, False, True))
+            kinds.append({"optim": eight_bit["optim"], "optim_rounds": True})
+        in_backward = [{**kind, "in_backward": True} for kind in kinds]
+        if eight_bit and preset.hardware.backend == "cuda":
+            in_backward.append({**in_backward[-1], "optim": f"paged_{eight_bit['optim']}"})
         if OPTIMIZER_OFFLOAD.settings_for(job):
-            optimizers.append((exact, dtype, True, False))
-        return optimizers
+            kinds.append({"optim": exact, "optimizer_offloaded": True})
+        return [{**kind, "dtype": dtype} for kind in kinds + in_backward * self.steps_in_backward]
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """True if the job lets optimizer_in_backward update its weights: no choice makes up for clipping."""
+        plain = self.spec.training.get("max_grad_norm", 1.0) == 0
+        return plain and self.spec.preset.processes == 1 and self.spec.training.get("gradient_accumulation_steps", 1) == 1

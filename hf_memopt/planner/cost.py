@@ -99,6 +99,7 @@ class Cost:
             launch_seconds=plain.launches + choice.checkpointed * (checkpointed.launches - plain.launches),
             optimizer_seconds=plain.optimizer,
             optimizer_offloaded=choice.optimizer_offloaded,
+            paged_bytes=self.sketch.paged_bytes(choice),
         )
 
     def rank(self, choice: Choice) -> float:

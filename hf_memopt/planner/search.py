@@ -184,7 +184,7 @@ class Search:
         if choice not in self.estimates:
             return self.needs(choice) <= budget and self._host_suffices(choice, self.sketch.host_bytes(choice))
         estimate = self.estimates[choice]
-        if estimate is None or estimate.device_bytes > budget:
+        if estimate is None or _resident(choice, estimate) > budget:
             return False
         return self._host_suffices(choice, estimate.host_bytes)
 
@@ -215,12 +215,12 @@ class Search:
                 continue
             self.estimates[choice] = estimate
             constant, moving = self.sketch_bytes[choice]
-            self.sketch_errors |= dict.fromkeys(_keys(choice), (estimate.device_bytes - constant, max(1, moving)))
+            self.sketch_errors |= dict.fromkeys(_keys(choice), (_resident(choice, estimate) - constant, max(1, moving)))
 
     def needs(self, choice: Choice) -> float:
         """Bytes of the device: the estimate, or the sketch corrected by the nearest estimate's error."""
         if estimate := self.estimates.get(choice):
-            return estimate.device_bytes
+            return _resident(choice, estimate)
         constant, moving = self.sketch_bytes[choice]
         off, held = next((self.sketch_errors[key] for key in _keys(choice) if key in self.sketch_errors), (0, 1))
         # Half of a sketch's error is taken as constant, half as proportional to the micro-batch's memory.
@@ -228,12 +228,17 @@ class Search:
         return constant + off * (grown if off > 0 else min(1.0, grown))
 
 
+def _resident(choice: Choice, estimate: Estimate) -> int:
+    """Bytes of the device for which there must be room."""
+    return estimate.device_bytes - choice.paged * estimate.paged_bytes
+
+
 def _keys(choice: Choice) -> list[tuple]:
     """Keys that choices with similar sketch errors share, the most specific first."""
     kind = "none" if not choice.checkpointed else "all" if choice.checkpointed == 1 else "some"
     levers = (choice.chunked_loss, choice.compressed, choice.activations_offloaded, choice.inputs_offloaded)
     levers += (choice.streamed,)
-    states = (choice.optim, choice.optimizer_offloaded, choice.trl.precomputed, choice.trl.sleeps)
+    states = (choice.optim, choice.optimizer_offloaded, choice.in_backward, choice.trl.precomputed, choice.trl.sleeps)
     return [
         (choice.strategy, states, levers, kind, choice.checkpointed),
         (choice.strategy, states, levers, kind),
@@ -260,6 +265,7 @@ def summarize(choice: Choice) -> str:
             ("8-bit activations", choice.compressed),
             ("activations in host memory", choice.activations_offloaded),
             ("optimizer in host memory", choice.optimizer_offloaded),
+            ("weights updated in backward", choice.in_backward),
             ("weights in host memory", choice.streamed == 1),
             (f"weights of {choice.streamed:.0%} of the layers in host memory", 0 < choice.streamed < 1),
         )

@@ -8,6 +8,7 @@ estimate.
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -172,10 +173,23 @@ class Sketch:
             moved += self.activations(choice) * (_COMPRESSED[2] if choice.compressed else 1)
         if choice.optimizer_offloaded:
             moved += 8 * self.trained
+        if choice.paged:
+            moved += self._paged
         moved += self.streamed_bytes(choice)
         if choice.engine.offloads:  # fp32 weights, states and gradients, and weights in 16 bits
             moved += (16 * self.trained + self.loaded) / self.job.world_size
         return int(moved)
+
+    @property
+    def _paged(self) -> float:
+        """Bytes of 8-bit optimizer states."""
+        return 8 * _STATES_8BIT * self.trained
+
+    def paged_bytes(self, choice: Choice) -> float:
+        """Bytes of optimizer states that come to the device and leave it in every step, for lack of memory."""
+        if not choice.paged or sum((self.device_bytes(choice)[0], self._paged)) <= (self.job.device.memory or math.inf):
+            return 0.0
+        return self._paged
 
     @functools.cached_property
     def _streamed(self) -> tuple[float, float]:
@@ -233,8 +247,11 @@ class Sketch:
         kinds["activations"] = max(0, activations)
         if "8bit" in choice.optim and "8bit" not in str(self.job.fields.get("optim")):
             kinds["optimizer_states"] = kinds.get("optimizer_states", 0) * _STATES_8BIT
-        if choice.optimizer_offloaded:
+        if choice.optimizer_offloaded or choice.paged:
             kinds["optimizer_states"] = 0
+        if choice.in_backward:  # of one weight at a time, the largest of which is outside the layers
+            largest = self.outside_layers * getattr(torch, self.job.dtype).itemsize
+            kinds["gradients"] = min(kinds.get("gradients", 0), largest)
         if choice.accumulation > 1 and name.startswith(("forward", "backward")):
             kinds["gradients"] = max(kinds.get("gradients", 0), self._gradients())
         if not choice.engine.plain:

@@ -9,6 +9,7 @@ from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
 from hf_memopt.job.spec import JobSpec
+from hf_memopt.planner.choices import SearchSpace
 from hf_memopt.planner.search import Search
 from hf_memopt.units import GIB, gib
 
@@ -33,7 +34,8 @@ def weights_alone(spec: JobSpec) -> tuple[int, str] | None:
     dtype = resolve_dtype(config, preset.dtype)
     size = count_weights(config, task) * getattr(torch, dtype).itemsize
     # A user's own optimizer may free a layer's gradients before the next layer has its own.
-    if preset.method == "full" and "optim" not in spec.training and not spec.frozen:
+    keeps = "optim" not in spec.training and not SearchSpace(spec).steps_in_backward
+    if preset.method == "full" and keeps and not spec.frozen:
         return 2 * size, f"{dtype} weights and gradients"
     return size, f"{dtype} weights"
 
