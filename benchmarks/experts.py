@@ -66,14 +66,14 @@ def asked_spec(spec: JobSpec) -> JobSpec:
 def run(row: dict) -> dict:
     """What is predicted of a row: the expert's settings, the plan, and how they compare."""
     spec = expert_spec(row)
-    theirs = estimate_job(spec_job(settle_job(spec)), on_all_cores)
-    began = time.perf_counter()
     result = {key: row[key] for key in ("source", "hardware")} | {"model": spec.model, "method": spec.method}
     try:
+        theirs = estimate_job(spec_job(settle_job(spec)), on_all_cores)
+        began = time.perf_counter()
         plan = plan_job(asked_spec(spec))
+        took = time.perf_counter() - began
     except InputError as error:
-        return result | {"expert": kept(theirs, *ESTIMATED, "fits"), "won": False, "error": one_line(error)}
-    took = time.perf_counter() - began
+        return result | {"won": False, "error": one_line(error)}
     result |= {"seq_len": plan.spec.seq_len, "effective_batch_size": plan.spec.effective_batch_size}
     result |= {"expert": kept(theirs, *ESTIMATED, "fits"), "plan_seconds": round(took, 1)}
     result |= {"plan": None, "relative_time": None, "won": not theirs.fits}

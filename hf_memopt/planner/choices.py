@@ -37,6 +37,7 @@ _SHARES_OF_ENGINES = (0.0, 1 / 2, 1.0)  # fewer: an estimate under an engine tak
 _STREAMED_SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the layers
 _FEW_LAYERS = 8  # a model of at most so many may checkpoint any number of them
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu")
+ZERO_OFFLOAD = "zero2_offload_cpu"  # stands for every offload of DeepSpeed's on one device
 
 
 def available_strategies() -> list[str]:
@@ -299,7 +300,9 @@ class SearchSpace:
 
     def _strategies(self) -> list[str]:
         if self.spec.preset.processes == 1:
-            return ["none"]
+            offloads = self.spec.preset.strategy == ZERO_OFFLOAD and self.spec.strategy is None
+            one = self.spec.preset.strategy
+            return [name for name in available_strategies() if engine_named(name).offloads] if offloads else [one]
         if self.spec.preset.strategy != "none":
             return [self.spec.preset.strategy]
         offloads = self.spec.preset.hardware.discrete_memory

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from hf_memopt.engines import engine_named
 from hf_memopt.errors import InputError, choose
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST, catalog
 from hf_memopt.hardware.names import candidates, counted
@@ -28,7 +29,7 @@ def resolve_preset(hardware: str | Preset, method: str, strategy: str | None = N
     preset = preset_by_name(name, method, "none" if name == "auto" else None)
     preset = replace(preset, processes=devices, machines=_machines(devices))
     if strategy and strategy != "none":
-        if devices == 1:
+        if devices == 1 and not engine_named(strategy).offloads:
             raise InputError(f"strategy={strategy} connects several devices: say how many, as in {name}x2")
         preset = with_strategy(preset, strategy)
     return preset

@@ -155,7 +155,7 @@ def recipe_command(spec: JobSpec, profile) -> list[str]:
     argv += ["--model_name_or_path", shlex.quote(hub_id(spec.model))]
     argv += _length_arguments(spec)
     argv += ["--effective_batch_size", str(spec.effective_batch_size)]
-    usual = preset_by_name(preset.name, preset.method, preset.strategy if preset.processes > 1 else None)
+    usual = preset_by_name(preset.name, preset.method, None if preset.engine.alone else preset.strategy)
     given: dict[str, Any] = {
         "per_device_train_batch_size": preset.micro_batch_size,
         "per_device_eval_batch_size": preset.micro_batch_size,

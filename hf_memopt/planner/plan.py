@@ -19,7 +19,7 @@ from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.profiles import Plan, Profile
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import of_one_length, settle
-from hf_memopt.planner.streaming import excessive_weights, lacks_memory, streaming_spec, what_lacks, with_host_memory
+from hf_memopt.planner.streaming import excessive_weights, lacks_memory, offload_spec, streaming_spec, what_lacks, with_host_memory
 from hf_memopt.planner.trl_choices import trl_space
 from hf_memopt.presets import METHODS, Preset
 from hf_memopt.presets.quantization import check_4bit, check_quantization
@@ -160,8 +160,9 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     if not searches:
         raise refused[0]
     if not plans:
-        if in_bf16 := _in_bf16(request, searches, rejected, say):
-            return in_bf16
+        for more in (_offloaded, _in_bf16):
+            if found := more(request, searches, rejected, say):
+                return found
         nearest: list[str] = []
         if streamed := _streamed(searches, rejected, nearest, say):
             return streamed
@@ -173,6 +174,18 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     result = _make_plan(spec, search, best.profiles, rejected)
     alternatives = _methods(request, methods, searches, result.usual, say) if len(methods) > 1 else []
     return replace(result, plain=plain_alternative(spec, search, result.usual), methods=alternatives)
+
+
+def _offloaded(request: JobSpec, searches: dict, rejected: list[Rejected], say) -> Plan | None:
+    """The plan of full fine-tuning on one device with DeepSpeed's ZeRO, which keeps master weights, gradients and
+    optimizer states in host memory; None where that does not help."""
+    spec = offload_spec(searches["full"][0]) if [*searches] == ["full"] and request.strategy is None else None
+    if spec is None:
+        return None
+    say("nothing fits on the device alone: trying DeepSpeed with one process, which offloads to host memory")
+    search = start_search(spec, say)
+    profiles = _profiles(spec, search)
+    return _make_plan(spec, search, profiles, rejected) if profiles else None
 
 
 def _in_bf16(request: JobSpec, searches: dict, rejected: list[Rejected], say) -> Plan | None:
