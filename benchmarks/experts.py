@@ -48,18 +48,23 @@ def expert_spec(row: dict) -> JobSpec:
     return replace(spec, hardware=row["hardware"], world_size=None, strategy=row.get("strategy", spec.strategy))
 
 
-def asked_spec(spec: JobSpec) -> JobSpec:
-    """The same job as plan() is asked for it: without the expert's answers to what a plan chooses."""
-    spec = left_open(spec)
+def asked_spec(spec: JobSpec, masters: bool) -> JobSpec:
+    """The same job as plan() is asked for it: without the expert's answers to what a plan chooses.
+
+    Args:
+        masters: the expert's engine keeps fp32 master weights, whatever it loads.
+    """
+    spec, pure = left_open(spec), spec.method == "full" and not masters  # in the precision that is loaded
     adam = "adamw" in str(spec.training.get("optim", "adamw"))
+    chosen = [*["optim"] * adam, *["bf16"] * (not pure)]
     return replace(
         spec,
         tool=None,
         strategy=None,
-        training={name: value for name, value in spec.training.items() if name != "optim" or not adam},
+        training={name: value for name, value in spec.training.items() if name not in chosen},
         memory_args=MemoryArguments(),
         named=frozenset(),
-        dtype=spec.dtype if spec.method == "full" else None,
+        dtype=spec.dtype if pure else None,
     )
 
 
@@ -68,9 +73,10 @@ def run(row: dict) -> dict:
     spec = expert_spec(row)
     result = {key: row[key] for key in ("source", "hardware")} | {"model": spec.model, "method": spec.method}
     try:
-        theirs = estimate_job(spec_job(settle_job(spec)), on_all_cores)
+        job = spec_job(settle_job(spec))
+        theirs = estimate_job(job, on_all_cores)
         began = time.perf_counter()
-        plan = plan_job(asked_spec(spec))
+        plan = plan_job(asked_spec(spec, job.engine.master_weights))
         took = time.perf_counter() - began
     except InputError as error:
         return result | {"won": False, "error": one_line(error)}

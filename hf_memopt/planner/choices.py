@@ -357,10 +357,9 @@ class SearchSpace:
         job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.discrete_memory)
         kinds: list[dict[str, Any]] = [{"optim": exact}]
         if eight_bit := ADAM_8BIT.settings_for(job):
-            kinds.append({"optim": eight_bit["optim"], "optim_rounds": True})
+            paged = [f"paged_{eight_bit['optim']}"] if preset.hardware.backend == "cuda" else []
+            kinds += [{"optim": name, "optim_rounds": True} for name in (eight_bit["optim"], *paged)]
         in_backward = [{**kind, "in_backward": True} for kind in kinds]
-        if eight_bit and preset.hardware.backend == "cuda":
-            in_backward.append({**in_backward[-1], "optim": f"paged_{eight_bit['optim']}"})
         if OPTIMIZER_OFFLOAD.settings_for(job):
             kinds.append({"optim": exact, "optimizer_offloaded": True})
         return [{**kind, "dtype": dtype} for kind in kinds + in_backward * self.steps_in_backward]

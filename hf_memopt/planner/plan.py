@@ -11,15 +11,15 @@ from hf_memopt.field_values import check_value
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES, THRESHOLDS, MemoryArguments
-from hf_memopt.levers.changes import BF16_WEIGHTS, JobFacts
 from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choice_jobs import start_search
 from hf_memopt.planner.choices import Choice, memory_arguments
+from hf_memopt.planner.fallbacks import fallbacks
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.profiles import Plan, Profile
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import of_one_length, settle
-from hf_memopt.planner.streaming import excessive_weights, lacks_memory, offload_spec, streaming_spec, what_lacks, with_host_memory
+from hf_memopt.planner.streaming import excessive_weights, lacks_memory, streaming_spec, what_lacks, with_host_memory
 from hf_memopt.planner.trl_choices import trl_space
 from hf_memopt.presets import METHODS, Preset
 from hf_memopt.presets.quantization import check_4bit, check_quantization
@@ -160,9 +160,8 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     if not searches:
         raise refused[0]
     if not plans:
-        for more in (_offloaded, _in_bf16):
-            if found := more(request, searches, rejected, say):
-                return found
+        if instead := _fallback(request, searches, rejected, say):
+            return instead
         nearest: list[str] = []
         if streamed := _streamed(searches, rejected, nearest, say):
             return streamed
@@ -176,35 +175,18 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     return replace(result, plain=plain_alternative(spec, search, result.usual), methods=alternatives)
 
 
-def _offloaded(request: JobSpec, searches: dict, rejected: list[Rejected], say) -> Plan | None:
-    """The plan of full fine-tuning on one device with DeepSpeed's ZeRO, which keeps master weights, gradients and
-    optimizer states in host memory; None where that does not help."""
-    spec = offload_spec(searches["full"][0]) if [*searches] == ["full"] and request.strategy is None else None
-    if spec is None:
-        return None
-    say("nothing fits on the device alone: trying DeepSpeed with one process, which offloads to host memory")
-    search = start_search(spec, say)
-    profiles = _profiles(spec, search)
-    return _make_plan(spec, search, profiles, rejected) if profiles else None
-
-
-def _in_bf16(request: JobSpec, searches: dict, rejected: list[Rejected], say) -> Plan | None:
-    """The plan of full fine-tuning with bf16 weights, where it does not fit with the preset's fp32 ones and the user
-    left their dtype open; None where that does not help. Another tool's file has words of its own for it."""
-    if [*searches] != ["full"] or request.dtype is not None or request.tool:
-        return None
-    preset = searches["full"][0].preset
-    if not BF16_WEIGHTS.settings_for(JobFacts(setup=preset.setup(), discrete_memory=preset.hardware.discrete_memory)):
-        return None
-    say("nothing fits with float32 weights: trying bfloat16")
-    spec = settle(replace(request, dtype="bfloat16"), "full")
-    search = None if _far_too_large(spec) else start_search(spec, say)
-    profiles = _profiles(spec, search)
-    if not profiles:
-        return None
-    rejected = [replace(reason, settings=f"{reason.settings} with float32 weights") for reason in rejected]
-    change = f"weights are loaded in bfloat16, as float32 ones do not fit: {BF16_WEIGHTS.effect}"
-    return replace(_make_plan(spec, search, profiles, rejected), precision=change)
+def _fallback(request: JobSpec, searches: dict, rejected: list[Rejected], say) -> Plan | None:
+    """The plan of the first fallback that fits; None where none does."""
+    for fallback in fallbacks(request, {method: spec for method, (spec, _) in searches.items()}):
+        say(fallback.trying)
+        try:
+            search = None if _far_too_large(fallback.spec) else start_search(fallback.spec, say)
+        except InputError:  # what the model or another setting does not go with
+            continue
+        if profiles := _profiles(fallback.spec, search):
+            rejected = [replace(reason, settings=f"{reason.settings}{fallback.without}") for reason in rejected]
+            return replace(_make_plan(fallback.spec, search, profiles, rejected), precision=fallback.change)
+    return None
 
 
 def _make_plan(spec: JobSpec, search: Search, profiles: list[Profile], rejected: list[Rejected]) -> Plan:

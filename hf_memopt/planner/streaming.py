@@ -9,9 +9,8 @@ from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.planner.choices import ZERO_OFFLOAD, SearchSpace, available_strategies
+from hf_memopt.planner.choices import SearchSpace
 from hf_memopt.planner.search import Search
-from hf_memopt.presets.preset import with_strategy
 from hf_memopt.units import GIB, gib
 
 _TRIES = 2  # estimates
@@ -27,7 +26,8 @@ def weights_alone(spec: JobSpec) -> tuple[int, str] | None:
     """
     preset, config = spec.preset, spec.config
     streams = spec.memory_args.weight_streaming
-    if preset.processes > 1 or streams or is_quantized(config) or "deepspeed" in spec.training:
+    sharded = preset.processes > 1 or not preset.engine.plain or "deepspeed" in spec.training
+    if sharded or streams or is_quantized(config):
         return None
     task = model_task(spec.task or infer_task(config))
     if preset.method == "qlora":
@@ -45,21 +45,6 @@ def excessive_weights(spec: JobSpec) -> tuple[int, str] | None:
     """weights_alone() of a job that is far too large for the device, and so is not worth a trace; None of others."""
     alone = weights_alone(spec)
     return alone if alone and alone[0] > spec.memory_budget else None
-
-
-def offload_spec(spec: JobSpec) -> JobSpec | None:
-    """A settled JobSpec of one device under DeepSpeed's ZeRO with offload; None where DeepSpeed is missing or host
-    memory does not suffice for master weights, states and gradients: known without a trace.
-
-    It is not asked for before: what fits without an engine trains as fast, and needs less host memory.
-    """
-    preset, host = spec.preset, spec.host_memory
-    if preset.processes > 1 or not preset.hardware.discrete_memory or preset.method != "full":
-        return None
-    weights = count_weights(spec.config, model_task(spec.task or infer_task(spec.config)))
-    if ZERO_OFFLOAD not in available_strategies() or (host is not None and 16 * weights > host.bytes):
-        return None
-    return replace(spec, preset=with_strategy(preset, ZERO_OFFLOAD))
 
 
 def streaming_spec(spec: JobSpec) -> JobSpec | None:

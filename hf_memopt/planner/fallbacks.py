@@ -1,0 +1,99 @@
+"""Jobs to plan where nothing fits: the same method with settings that no search of its own asks for.
+
+They are not asked for before: what fits without them trains as fast, more exactly or with less host memory.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from hf_memopt.estimator.tracing.model import count_weights
+from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.estimator.trl_tasks import model_task
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.levers.changes import BF16_WEIGHTS, JobFacts
+from hf_memopt.planner.choices import ZERO_OFFLOAD, available_strategies
+from hf_memopt.planner.settle import settle
+from hf_memopt.presets.preset import with_strategy
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of configurations
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ZERO_BYTES = 16  # of a weight: in 16 bits, with its gradient, fp32 master weight and states
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """A job to plan instead.
+
+    Attributes:
+        spec: settled.
+        trying: what is said before it is tried.
+        without: what the settings that do not fit have, in words that follow a method's.
+        change: what it changes of the numbers, as a sentence; None where it changes nothing.
+    """
+
+    spec: JobSpec
+    trying: str
+    without: str = ""
+    change: str | None = None
+
+
+def fallbacks(request: JobSpec, settled: Mapping[str, JobSpec]) -> Iterator[Fallback]:
+    """The jobs to plan instead, the most exact first.
+
+    Args:
+        settled: method -> the JobSpec for which nothing fits.
+    """
+    if [*settled] == ["full"]:
+        yield from _offloaded(settled["full"])
+        yield from _in_bf16(request, settled["full"])
+    if "qlora" in settled:
+        yield from _quantized_experts(settled["qlora"])
+
+
+def _offloaded(spec: JobSpec) -> Iterator[Fallback]:
+    """DeepSpeed's ZeRO with one process, which keeps master weights, gradients and states in host memory, where that
+    suffices for them: known without a trace."""
+    preset, host = spec.preset, spec.host_memory
+    if preset.processes > 1 or spec.strategy or spec.tool or not preset.hardware.discrete_memory:
+        return
+    weights = count_weights(spec.config, model_task(spec.task or infer_task(spec.config)))
+    if ZERO_OFFLOAD in available_strategies() and (host is None or _ZERO_BYTES * weights <= host.bytes):
+        yield Fallback(
+            spec=replace(spec, preset=with_strategy(preset, ZERO_OFFLOAD)),
+            trying="nothing fits on the device alone: trying DeepSpeed with one process, which uses host memory",
+            without=" without DeepSpeed's offload",
+        )
+
+
+def _in_bf16(request: JobSpec, spec: JobSpec) -> Iterator[Fallback]:
+    """Weights in bf16 instead of the preset's fp32, where the user left their dtype open. Another tool's file has words
+    of its own for it."""
+    if request.dtype is not None or request.tool:
+        return
+    preset = spec.preset
+    if BF16_WEIGHTS.settings_for(JobFacts(setup=preset.setup(), discrete_memory=preset.hardware.discrete_memory)):
+        yield Fallback(
+            spec=settle(replace(request, dtype="bfloat16"), "full"),
+            trying="nothing fits with float32 weights: trying bfloat16",
+            without=" with float32 weights",
+            change=f"weights are loaded in bfloat16, as float32 ones do not fit: {BF16_WEIGHTS.effect}",
+        )
+
+
+def _quantized_experts(spec: JobSpec) -> Iterator[Fallback]:
+    """Experts in 4 bits, too, which bitsandbytes leaves in 16: adapters must leave them out."""
+    text = spec.config.get_text_config()
+    if spec.tool or spec.memory_args.quantized_experts or not any(getattr(text, name, None) for name in _EXPERTS):
+        return
+    own = "target_modules" in spec.lora or "target_parameters" in spec.lora
+    adapted = "" if own else f", and adapters are those of {', '.join(_ATTENTION)}"
+    yield Fallback(
+        spec=replace(
+            spec,
+            memory_args=replace(spec.memory_args, quantized_experts=True),
+            lora=spec.lora if own else {**spec.lora, "target_modules": list(_ATTENTION)},
+        ),
+        trying="nothing fits with experts in 16 bits: trying 4 bits",
+        without=" with experts in 16 bits",
+        change=f"experts are quantized to 4 bits (quantized_experts), as they do not fit in 16{adapted}",
+    )
