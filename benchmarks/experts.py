@@ -65,6 +65,7 @@ def asked_spec(spec: JobSpec, masters: bool) -> JobSpec:
         memory_args=MemoryArguments(),
         named=frozenset(),
         dtype=spec.dtype if pure else None,
+        quantization=spec.quantization if spec.method == "qlora" else {},
     )
 
 

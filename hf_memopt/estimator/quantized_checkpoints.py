@@ -23,8 +23,8 @@ _REFUSED = {
 }
 # What a checkpoint or its configuration would have to say.
 _REMEDIES = {
-    "mxfp4": ": load it with Mxfp4Config(dequantize=True), which hf-memopt estimate predicts "
-    "(--set quantization.dequantize=true); plan and recipes take checkpoints that are not quantized",
+    "mxfp4": ": load it with Mxfp4Config(dequantize=True), as plan and recipes do by themselves "
+    "(hf-memopt estimate: --set quantization.dequantize=true)",
     "torchao": ": take an 8-bit quant_type (Int8WeightOnlyConfig, Float8WeightOnlyConfig, …)",
     "bitnet": ": it takes linear_class=autobitlinear and quantization_mode=online",
 }
@@ -69,6 +69,21 @@ def resolve_quantization(config, quantization, device: Hardware | None = None) -
             f"is_trainable is False){remedy}"
         )
     return config, quantization, ""
+
+
+def dequantized(config) -> dict[str, Any]:
+    """The quantization with which a checkpoint trains whose own transformers does not train and can undo while it
+    loads; empty of others."""
+    return dict(_DEQUANTIZE) if quantization_method(getattr(config, _AS_CONFIG, None)) == "mxfp4" else {}
+
+
+def loading_quantization(config):
+    """What from_pretrained takes for dequantized(); None of checkpoints that it loads as they are."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    if not dequantized(config):
+        return None
+    return AutoQuantizationConfig.from_dict(_dequantized(config.quantization_config))
 
 
 def check_quantized_training(quantization, peft_config, engine: Engine) -> None:

@@ -26,7 +26,6 @@ def choice_job(spec: JobSpec, choice: Choice) -> Job:
             hardware=None,
             training=choice.fields(preset, spec.training),
             lora=spec.lora if preset.method != "full" else {},
-            quantization=spec.quantization if preset.method == "qlora" else {},
             memory_args=memory_arguments(spec.memory_args, choice),
         )
     )

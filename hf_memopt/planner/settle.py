@@ -5,6 +5,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.job_checks import longest_sample
+from hf_memopt.estimator.quantized_checkpoints import dequantized
 from hf_memopt.estimator.spec_job import read_model
 from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
@@ -67,6 +68,7 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
     limits = (spec.memory or preset.hardware.memory, spec.memory_args.max_memory_bytes)
     return replace(
         spec,
+        quantization=spec.quantization if method == "qlora" else dequantized(spec.config),
         memory=min(filter(None, limits)),
         host_memory=spec.host_memory or _host_memory(spec),
         seq_len=spec.seq_len or longest_sample(spec.config, preset.seq_len),

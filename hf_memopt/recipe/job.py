@@ -17,6 +17,7 @@ from hf_memopt.engines import Engine
 from hf_memopt.engines.mesh import mesh_strategy
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.estimator.architectures import read_config
+from hf_memopt.estimator.quantized_checkpoints import loading_quantization
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.files import check_links
 from hf_memopt.hardware.allocator import configure_allocator
@@ -374,6 +375,8 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
         skipped = {"llm_int8_skip_modules": not_quantized(config, auto)} if frozen else {}
         settings = {**job.preset.quantization(), **skipped, **job.quantization}
         kwargs["quantization_config"] = BitsAndBytesConfig(**settings)
+    elif not job.from_scratch and (quantization := loading_quantization(config)):
+        kwargs["quantization_config"] = quantization
     # ZeRO-3 shards right away
     with as_input_error(f"model {job.model_name!r}", *_LOADING, SafetensorError), quick_cpu_info(job.args):
         if job.from_scratch:
