@@ -1,7 +1,7 @@
 """Plans beside the settings that experts ship: python benchmarks/experts.py
 
-A row of data/experts.toml is a configuration of another tool, in the words that hf_memopt.foreign translates it to, and
-the devices that it is for. The expert's job is estimated as it is; then plan() is asked for the same model, method,
+A row of data/experts.toml is a configuration of another tool, as hf_memopt.foreign translates it, and the devices that
+it is for. The expert's job is estimated as it is; then plan() is asked for the same model, method,
 length, precision, effective batch and devices, with everything else left open. A row is won where the plan fits and is
 at most 5 % slower than the expert's settings, both by this package's own estimates; nothing was measured on a GPU.
 
@@ -153,7 +153,11 @@ def read_again(folder: Path) -> None:
 def as_toml(value) -> str:
     """A value as TOML, a table in one line."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {as_toml(part)}" for key, part in value.items() if part is not None) + " }"
+        return (
+            "{ "
+            + ", ".join(f"{json.dumps(key)} = {as_toml(part)}" for key, part in value.items() if part is not None)
+            + " }"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(map(as_toml, value)) + "]"
     return json.dumps(value)

@@ -347,7 +347,7 @@ class SearchSpace:
         return [False] if fixed or self._task != "causal-lm" or self.spec.seq_len <= CHUNK // 4 else [False, True]
 
     def _optimizers(self, strategy: str) -> list[dict[str, Any]]:
-        """The fields of a Choice that say how weights are updated. Adapters have too few states for these to matter."""
+        """The fields of a Choice about the optimizer. Adapters have too few states for these to matter."""
         preset = self.spec.preset
         configured = with_strategy(preset, strategy) if strategy != preset.strategy else preset
         default, dtype = configured.training.get("optim", "adamw_torch_fused"), configured.dtype
@@ -368,4 +368,6 @@ class SearchSpace:
     def steps_in_backward(self) -> bool:
         """True if the job lets optimizer_in_backward update its weights: no choice makes up for clipping."""
         plain = self.spec.training.get("max_grad_norm", 1.0) == 0
-        return plain and self.spec.preset.processes == 1 and self.spec.training.get("gradient_accumulation_steps", 1) == 1
+        return (
+            plain and self.spec.preset.processes == 1 and self.spec.training.get("gradient_accumulation_steps", 1) == 1
+        )

@@ -66,8 +66,8 @@ def _offloaded(spec: JobSpec) -> Iterator[Fallback]:
 
 
 def _in_bf16(request: JobSpec, spec: JobSpec) -> Iterator[Fallback]:
-    """Weights in bf16 instead of the preset's fp32, where the user left their dtype open. Another tool's file has words
-    of its own for it."""
+    """Weights in bf16 instead of the preset's fp32, where the user left their dtype open. Another tool's file has
+    words of its own for it."""
     if request.dtype is not None or request.tool:
         return
     preset = spec.preset

@@ -215,7 +215,8 @@ class Search:
                 continue
             self.estimates[choice] = estimate
             constant, moving = self.sketch_bytes[choice]
-            self.sketch_errors |= dict.fromkeys(_keys(choice), (_resident(choice, estimate) - constant, max(1, moving)))
+            off = _resident(choice, estimate) - constant
+            self.sketch_errors |= dict.fromkeys(_keys(choice), (off, max(1, moving)))
 
     def needs(self, choice: Choice) -> float:
         """Bytes of the device: the estimate, or the sketch corrected by the nearest estimate's error."""

@@ -187,9 +187,10 @@ class Sketch:
 
     def paged_bytes(self, choice: Choice) -> float:
         """Bytes of optimizer states that come to the device and leave it in every step, for lack of memory."""
-        if not choice.paged or sum((self.device_bytes(choice)[0], self._paged)) <= (self.job.device.memory or math.inf):
+        if not choice.paged:
             return 0.0
-        return self._paged
+        room = (self.job.device.memory or math.inf) - self.device_bytes(choice)[0]
+        return self._paged if self._paged > room else 0.0
 
     @functools.cached_property
     def _streamed(self) -> tuple[float, float]:
