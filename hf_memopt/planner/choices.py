@@ -357,7 +357,11 @@ class SearchSpace:
         job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.discrete_memory)
         kinds: list[dict[str, Any]] = [{"optim": exact}]
         if eight_bit := ADAM_8BIT.settings_for(job):
-            paged = [f"paged_{eight_bit['optim']}"] if preset.hardware.backend == "cuda" else []
+            paged = (
+                [f"paged_{eight_bit['optim']}"]
+                if preset.hardware.backend == "cuda" and preset.hardware.discrete_memory
+                else []
+            )
             kinds += [{"optim": name, "optim_rounds": True} for name in (eight_bit["optim"], *paged)]
         in_backward = [{**kind, "in_backward": True} for kind in kinds]
         if OPTIMIZER_OFFLOAD.settings_for(job):

@@ -1,0 +1,131 @@
+"""Plans where nothing fits: offload on one device, bf16 weights, experts in 4 bits; and updates in backward."""
+
+from dataclasses import replace
+
+import pytest
+
+from hf_memopt import plan
+from hf_memopt.engines import engine_named
+from hf_memopt.estimator.accounting.ledger import Peak
+from hf_memopt.estimator.overheads import paged_on_device
+from hf_memopt.estimator.quantized_checkpoints import loading_quantization
+from hf_memopt.estimator.step_time import Step, StepTime, host_link
+from hf_memopt.hardware import get_hardware
+from hf_memopt.hardware.host_memory import HostMemory
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.planner.choices import list_choices
+from hf_memopt.planner.devices import resolve_preset
+from hf_memopt.planner.fallbacks import fallbacks
+from hf_memopt.planner.launch import launcher_command
+from hf_memopt.planner.settle import settle
+from hf_memopt.units import GIB
+
+
+def _settled(model="smollm2-135m", hardware="rtx_4090", method="full", **fields) -> JobSpec:
+    return settle(JobSpec(model=model, hardware=hardware, method=method, **fields), method)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "training", "offered"),
+    [
+        ("rtx_4090", {"max_grad_norm": 0}, True),
+        ("rtx_4090", {}, False),  # gradients are clipped by their common norm
+        ("rtx_4090", {"max_grad_norm": 0, "gradient_accumulation_steps": 2}, False),
+        ("rtx_4090x2", {"max_grad_norm": 0}, False),
+    ],
+)
+def test_weights_are_updated_in_backward_only_where_the_job_lets_it(hardware, training, offered):
+    choices = list_choices(_settled(hardware=hardware, training=training, effective_batch_size=4))
+    in_backward = [choice for choice in choices if choice.in_backward]
+    assert bool(in_backward) == offered
+    assert {choice.accumulation for choice in in_backward} <= {1}
+    assert all(choice.memory_fields()["optimizer_in_backward"] for choice in in_backward)
+
+
+def test_states_are_paged_where_the_driver_can_move_them():
+    optimizers = {
+        hardware: {choice.optim for choice in list_choices(_settled(hardware=hardware))}
+        for hardware in ("rtx_4090", "dgx_spark", "rx_7900_xtx")
+    }
+    assert [name for name in optimizers if "paged_adamw_8bit" in optimizers[name]] == ["rtx_4090"]
+
+
+def test_paged_states_fill_what_is_left_and_travel_once_the_device_is_full():
+    device = get_hardware("rtx_4090")
+    peaks = {"backward": Peak(0, {}, 0, 16 * GIB)}
+    assert paged_on_device(20 * GIB, peaks, device) == device.memory - 20 * GIB
+    assert paged_on_device(2 * GIB, peaks, device) == 16 * GIB
+    times = StepTime(
+        device=device, world_size=1, trained=10**9, loaded=2 * 10**9, wide=False, mixed=True, adapters=False, layers=8
+    )
+    step = Step(
+        engine=engine_named("none"), accumulation=1, micro_seconds=1.0, launch_seconds=0.0, optimizer_seconds=0.1
+    )
+    paging = times.seconds(replace(step, paged_bytes=16 * GIB)) - times.seconds(step)
+    assert paging == pytest.approx(2 * 16 * GIB / host_link(device))
+
+
+def _spec(method="full", gigabytes=200, **fields) -> JobSpec:
+    spec = _settled("llama-3.1-8b", "a100_80gb", method, **fields)
+    return replace(spec, host_memory=HostMemory(gigabytes * GIB, "a test"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "first"),
+    [
+        (_spec(), "zero2_offload_cpu"),
+        (_spec(gigabytes=64), "none"),  # no host memory for master weights and states: bf16 weights
+        (_spec("lora"), None),
+    ],
+)
+def test_where_nothing_fits_the_most_exact_fallback_is_first(spec, first):
+    found = [*fallbacks(JobSpec(model="llama-3.1-8b", hardware="a100_80gb", method="full"), {spec.method: spec})]
+    assert [fallback.spec.preset.strategy for fallback in found[:1]] == ([first] if first else [])
+    assert {fallback.spec.preset.dtype for fallback in found} <= {"bfloat16"}
+
+
+def test_experts_are_quantized_where_adapters_leave_them_out():
+    spec = _settled("qwen3-30b-a3b", method="qlora")
+    (fallback,) = fallbacks(JobSpec(model="qwen3-30b-a3b"), {"qlora": spec})
+    assert fallback.spec.memory_args.quantized_experts
+    assert "mlp" not in str(fallback.spec.lora["target_modules"]) and "q_proj" in fallback.change
+    own = replace(spec, lora={"target_modules": ["q_proj"]})
+    (fallback,) = fallbacks(JobSpec(model="qwen3-30b-a3b"), {"qlora": own})
+    assert fallback.spec.lora == own.lora and "q_proj" not in fallback.change
+    assert not [*fallbacks(JobSpec(model="llama-3.1-8b"), {"qlora": _spec("qlora")})]
+
+
+def test_an_offloading_strategy_may_be_named_on_one_device():
+    assert resolve_preset("a100_80gb", "full", "zero3_offload_cpu").processes == 1
+    assert {choice.strategy for choice in list_choices(_spec(strategy="zero3_offload_cpu"))} == {"zero3_offload_cpu"}
+
+
+def test_checkpoints_that_only_train_dequantized_are_planned_so():
+    spec = _settled("gpt-oss-20b", "h100_80gb", "lora")
+    assert spec.quantization == {"dequantize": True}
+    assert loading_quantization(spec.config).dequantize
+    assert not _spec().quantization and loading_quantization(_spec().config) is None
+
+
+@pytest.mark.slow
+def test_8b_in_full_fits_one_card_with_deepspeed():
+    found = plan("llama-3.1-8b", "a100_80gb", method="full", seq_len=2048)
+    assert found.usual.preset.engine.offloads and found.usual.preset.dtype == "bfloat16" and found.precision is None
+    assert "--use_deepspeed" in launcher_command(found.usual)
+
+
+@pytest.mark.slow
+def test_8b_in_full_fits_a_24_gib_card_where_weights_are_updated_in_backward():
+    found = plan(
+        "llama-3.1-8b",
+        "rtx_4090",
+        method="full",
+        seq_len=2048,
+        effective_batch_size=2,
+        memory_args=None,
+        training={"max_grad_norm": 0},
+    )
+    choice = found.profiles[-1].choice
+    assert choice.in_backward and choice.paged and choice.dtype == "bfloat16"
+    estimate = found.profiles[-1].estimate
+    assert estimate.device_bytes - estimate.paged_bytes <= found.spec.memory_budget
