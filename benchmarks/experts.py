@@ -42,10 +42,14 @@ ESTIMATED = ("device_bytes", "host_bytes", "tokens_per_second", "estimated")
 
 
 def expert_spec(row: dict) -> JobSpec:
-    """The expert's job."""
+    """The expert's job. Adapters are in fp32 under autocast on both sides, as peft has them by default."""
     translation = Translation(TABLES[row["tool"]], fields=dict(row["fields"]))
     spec = translation.spec(row.get("seq_len"))
-    return replace(spec, hardware=row["hardware"], world_size=None, strategy=row.get("strategy", spec.strategy))
+    spec = replace(spec, hardware=row["hardware"], world_size=None, strategy=row.get("strategy", spec.strategy))
+    if spec.method == "full":
+        return spec
+    tool = replace(spec.tool, autocast_adapter_dtype=True)
+    return replace(spec, tool=tool, training=spec.training | {"bf16": not spec.training.get("fp16")})
 
 
 def asked_spec(spec: JobSpec, masters: bool) -> JobSpec:

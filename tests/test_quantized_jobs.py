@@ -110,6 +110,8 @@ def test_8_bit_weights_are_one_byte_and_a_scale_a_row():
     saved = estimate(*job).breakdown["parameters"] - estimated.breakdown["parameters"]
     assert saved == pytest.approx(4 * (layer - 4 * rows), abs=4 * 7 * 2 * 512)  # 7 weights and scales a layer, rounded
     assert not any("experts" in note for note in estimated.notes)
+    flops = [found.mfu * found.step_seconds for found in (estimated, estimate(*job))]
+    assert flops[0] == pytest.approx(flops[1], rel=0.001)  # the 8-bit matmuls count, too
 
 
 @pytest.mark.parametrize(

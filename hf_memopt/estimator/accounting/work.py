@@ -26,7 +26,7 @@ _ATTENTION = {
     _aten._flash_attention_forward: (0, 6, 8),
     _aten._flash_attention_backward: (1, 9, 11),
 }
-_MATMULS = {_aten.linear, _aten.mm, _aten.bmm, _aten._grouped_mm, _aten.addmm, _aten.baddbmm}
+_MATMULS = {_aten.linear, _aten.mm, _aten.bmm, _aten._grouped_mm, _aten.addmm, _aten.baddbmm, _aten._int_mm}
 
 
 class Attention(NamedTuple):
@@ -150,6 +150,8 @@ def _flops(func, args, kwargs, out) -> int:
         return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
     if packet is _aten.linear:  # stays whole where no gradient is recorded, as in bitsandbytes' 4-bit matmul
         return 2 * args[0].numel() * args[1].shape[0]
+    if packet is _aten._int_mm:  # counted at the rate of 16 bits: bitsandbytes' quantization takes what 8 bits save
+        return 2 * args[0].numel() * args[1].shape[-1]
     if packet is _aten._grouped_mm:  # every row is multiplied with one expert's weight
         rows, inner = (args[0].numel() // args[0].shape[-1], args[0].shape[-1])
         return 2 * rows * inner * args[1].shape[-1]
