@@ -124,11 +124,12 @@ def test_the_root_that_is_reduced_last_is_not_the_heads_moment(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_limits_of_zero_3_hold_at_full_depth(monkeypatch):
+@pytest.mark.parametrize("group", [1_000_000, 0])  # axolotl's JSON has 0: the optimizer steps over one weight at a time
+def test_the_limits_of_zero_3_hold_at_full_depth(group, monkeypatch):
     """Gathered weights and the optimizer's groups stop growing where the JSON says so."""
     zero = {
         "stage": 3,
-        "sub_group_size": 1_000_000,
+        "sub_group_size": group,
         "stage3_max_live_parameters": 3_000_000,
         "stage3_max_reuse_distance": 3_000_000,
         "stage3_prefetch_bucket_size": "auto",

@@ -88,7 +88,7 @@ def _limit_optimizer_group(peaks: dict[str, Peak], trace: TraceResult, job: Job,
     if job.engine.step_group is None or depth == count_layers(job.config):
         return
     outside, layer = job.elements(trained=True)
-    group = job.engine.step_group * job.world_size
+    group = max(1, job.engine.step_group) * job.world_size  # 0: every weight alone
     if outside + layer * count_layers(job.config) <= group:
         return
     traced_group = min(group, outside + layer * depth)
