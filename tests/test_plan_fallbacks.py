@@ -76,6 +76,7 @@ def _spec(method="full", gigabytes=200, **fields) -> JobSpec:
         (_spec(), "zero2_offload_cpu"),
         (_spec(gigabytes=64), "none"),  # no host memory for master weights and states: bf16 weights
         (_spec("lora"), None),
+        (replace(_spec(), hardware=_spec().preset), "none"),  # a process that no launcher started
     ],
 )
 def test_where_nothing_fits_the_most_exact_fallback_is_first(spec, first):

@@ -13,6 +13,7 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS, JobFacts
 from hf_memopt.planner.choices import ZERO_OFFLOAD, available_strategies
 from hf_memopt.planner.settle import settle
+from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of configurations
@@ -54,7 +55,8 @@ def _offloaded(spec: JobSpec) -> Iterator[Fallback]:
     """DeepSpeed's ZeRO with one process, which keeps master weights, gradients and states in host memory, where that
     suffices for them: known without a trace."""
     preset, host = spec.preset, spec.host_memory
-    if preset.processes > 1 or spec.strategy or spec.tool or not preset.hardware.discrete_memory:
+    started = isinstance(spec.hardware, Preset)  # a recipe that plans for itself: DeepSpeed needs a launcher
+    if preset.processes > 1 or spec.strategy or spec.tool or started or not preset.hardware.discrete_memory:
         return
     weights = count_weights(spec.config, model_task(spec.task or infer_task(spec.config)))
     if ZERO_OFFLOAD in available_strategies() and (host is None or _ZERO_BYTES * weights <= host.bytes):
