@@ -93,6 +93,7 @@ def test_experts_are_quantized_where_adapters_leave_them_out():
     own = replace(spec, lora={"target_modules": ["q_proj"]})
     (fallback,) = fallbacks(JobSpec(model="qwen3-30b-a3b"), {"qlora": own})
     assert fallback.spec.lora == own.lora and "q_proj" not in fallback.change
+    assert not [*fallbacks(JobSpec(model="qwen3-30b-a3b"), {"qlora": replace(spec, hardware=spec.preset)})]
     assert not [*fallbacks(JobSpec(model="llama-3.1-8b"), {"qlora": _spec("qlora")})]
 
 

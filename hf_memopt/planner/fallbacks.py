@@ -88,6 +88,8 @@ def _quantized_experts(spec: JobSpec) -> Iterator[Fallback]:
     if spec.tool or spec.memory_args.quantized_experts or not any(getattr(text, name, None) for name in _EXPERTS):
         return
     own = "target_modules" in spec.lora or "target_parameters" in spec.lora
+    if not own and isinstance(spec.hardware, Preset):  # of a recipe, whose adapters are not the plan's to change
+        return
     adapted = "" if own else f", and adapters are those of {', '.join(_ATTENTION)}"
     yield Fallback(
         spec=replace(
