@@ -18,20 +18,23 @@ from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, JobFacts, proposals
 from hf_memopt.planner.choice_jobs import choice_job, smallest_choices, trace_sketch
-from hf_memopt.planner.choices import Choice, list_choices
+from hf_memopt.planner.choices import Choice, available_strategies, list_choices
 from hf_memopt.planner.devices import resolve_preset
+from hf_memopt.planner.search import resident_bytes
 from hf_memopt.planner.sketch import Sketch
 from hf_memopt.planner.streaming import excessive_weights
 from hf_memopt.planner.trl_choices import fewest_samples
 from hf_memopt.presets import METHODS
+from hf_memopt.presets.preset import with_strategy
 from hf_memopt.units import GIB, gib
 
+_OFFLOAD = "zero3_offload_cpu"  # what a single device may give to its host
 _SHORTEST = 128  # tokens
 _LENGTHS = (1, 2, 4, 8, 16)  # samples are so many times shorter
 _DEVICES = (1, 2, 4, 8)  # times as many
 _ROUNDS = 3  # of estimates
 _MOST_CHANGES = 3  # in a combination
-_PROPOSED = 3  # combinations
+_PROPOSED = 4  # combinations
 # Of a device's memory: a sketch that fits so much less needs no estimate of DeepSpeed. Sketches were low by up to 17 %
 # (_CAUTION_MPS in sketch.py), of Qwen3-32B with LoRA under ZeRO-3 on eight cards by 5 %.
 _CERTAIN = 1 / 1.2
@@ -111,7 +114,9 @@ def _sentence(combination: Combination, estimate) -> str | None:
     spec, texts = combination.spec, list(combination.texts)
     if combination.certain:
         return f"{' and '.join(texts)}: about {gib(combination.sketched)}"
-    if estimate is None or isinstance(estimate, InputError) or estimate.device_bytes > spec.memory_budget:
+    if estimate is None or isinstance(estimate, InputError):
+        return None
+    if (needed := resident_bytes(combination.choice, estimate)) > spec.memory_budget:
         return None
     limit = spec.host_memory
     offloads = combination.choice.offloads
@@ -121,7 +126,7 @@ def _sentence(combination: Combination, estimate) -> str | None:
     if exceeds or "host" in combination.levels:
         texts.append(f"--host-memory {-(-estimate.host_bytes // GIB)}")
     host = f", {gib(estimate.host_bytes)} of host memory" if offloads else ""
-    return f"{' and '.join(texts)}: {gib(estimate.device_bytes)}{host}"
+    return f"{' and '.join(texts)}: {gib(needed)}{host}"
 
 
 def _fitting(spec: JobSpec, sketch: Sketch, smallest: Choice, say: Callable[[str], None]) -> Iterator[Combination]:
@@ -129,12 +134,15 @@ def _fitting(spec: JobSpec, sketch: Sketch, smallest: Choice, say: Callable[[str
     # Engines compute with 16-bit weights, one device with what its preset loads: each is sketched once.
     sketches = {_weights_key(spec.preset): sketch}
     for method, texts, variant in _methods(spec, smallest):
-        for times in _DEVICES if spec.preset.hardware.peer_link else (1,):
+        alone = "offload" in method or "clipping" in method  # settings of one device
+        for times in _DEVICES if spec.preset.hardware.peer_link and not alone else (1,):
             larger = _on_devices(variant, times)
             try:
                 choices = _smallest_choices(larger)
             except MethodRefused:
                 continue
+            if larger.strategy:  # one that the variant names
+                choices = [choice for choice in choices if choice.strategy == larger.strategy]
             key = _weights_key(larger.preset)
             if choices and key not in sketches:
                 say(f"tracing {larger.preset.method} training")
@@ -183,7 +191,16 @@ def _methods(spec: JobSpec, smallest: Choice) -> Iterator[tuple[dict[str, int], 
     job = JobFacts(setup=setup, discrete_memory=hardware.discrete_memory)
     if spec.preset.processes == 1 and (settings := BF16_WEIGHTS.settings_for(job)):
         text = f"--set {BF16_WEIGHTS.written(settings)} ({BF16_WEIGHTS.effect})"
-        yield {"dtype": 1}, [text], replace(spec, preset=replace(spec.preset, **settings))
+        in_bf16 = replace(spec, preset=replace(spec.preset, **settings))
+        yield {"dtype": 1}, [text], in_bf16
+        if spec.training.get("max_grad_norm", 1.0) and "gradient_accumulation_steps" not in spec.training:
+            texts = [text, "--set max_grad_norm=0 --effective-batch-size 1 (weights are updated in backward)"]
+            training = {**spec.training, "max_grad_norm": 0}
+            yield {"dtype": 1, "clipping": 1}, texts, replace(in_bf16, training=training, effective_batch_size=1)
+    one_device = spec.preset.processes == 1 and spec.preset.strategy == "none" and hardware.discrete_memory
+    if one_device and spec.preset.method == "full" and _OFFLOAD in available_strategies():
+        preset = with_strategy(spec.preset, _OFFLOAD)
+        yield {"offload": 1}, [f"--strategy {_OFFLOAD}"], replace(spec, preset=preset, strategy=_OFFLOAD)
     for change, settings in proposals(job, (LORA, QLORA)):
         try:
             preset = resolve_preset(hardware.name, settings["method"])

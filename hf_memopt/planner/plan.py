@@ -253,7 +253,7 @@ def _nothing_fits(spec: JobSpec, search: Search | None, rejected: list[Rejected]
     if smallest is None:
         return Plan(spec, [], rejected)
     estimate, budget = search.estimates.get(smallest), spec.memory_budget
-    if estimate and estimate.device_bytes <= budget:
+    if estimate and search.needs(smallest) <= budget:
         change = f"--host-memory {-(-estimate.host_bytes // GIB)}"
         return Plan(spec, [], rejected, estimate.host_bytes - spec.host_memory.bytes, [change])
     nearest = [*nearest, *nearest_changes(spec, search, smallest, say)]
@@ -331,8 +331,8 @@ def _too_large(spec: JobSpec, search: Search | None, smallest: Choice | None) ->
     method = _METHODS[spec.preset.method]
     if smallest is None:
         return Rejected(method, "no combination of settings works on this device: see hf-memopt doctor")
-    estimate, budget = search.estimates[smallest], spec.memory_budget
-    if estimate.device_bytes <= budget:
+    estimate, needed = search.estimates[smallest], int(search.needs(smallest))
+    if needed <= spec.memory_budget:
         reason = (
             f"{gib(estimate.host_bytes)} of host memory for each device, and {gib(spec.host_memory.bytes)} may be "
             f"used ({spec.host_memory.source})"
@@ -340,5 +340,5 @@ def _too_large(spec: JobSpec, search: Search | None, smallest: Choice | None) ->
         return Rejected(method, f"{method} needs {reason} ({summarize(smallest)}); --host-memory sets the limit")
     return Rejected(
         method,
-        f"{method} needs at least {gib(estimate.device_bytes)} ({summarize(smallest)}), and {_budget(spec)}",
+        f"{method} needs at least {gib(needed)} ({summarize(smallest)}), and {_budget(spec)}",
     )

@@ -184,7 +184,7 @@ class Search:
         if choice not in self.estimates:
             return self.needs(choice) <= budget and self._host_suffices(choice, self.sketch.host_bytes(choice))
         estimate = self.estimates[choice]
-        if estimate is None or _resident(choice, estimate) > budget:
+        if estimate is None or resident_bytes(choice, estimate) > budget:
             return False
         return self._host_suffices(choice, estimate.host_bytes)
 
@@ -215,13 +215,13 @@ class Search:
                 continue
             self.estimates[choice] = estimate
             constant, moving = self.sketch_bytes[choice]
-            off = _resident(choice, estimate) - constant
+            off = resident_bytes(choice, estimate) - constant
             self.sketch_errors |= dict.fromkeys(_keys(choice), (off, max(1, moving)))
 
     def needs(self, choice: Choice) -> float:
         """Bytes of the device: the estimate, or the sketch corrected by the nearest estimate's error."""
         if estimate := self.estimates.get(choice):
-            return _resident(choice, estimate)
+            return resident_bytes(choice, estimate)
         constant, moving = self.sketch_bytes[choice]
         off, held = next((self.sketch_errors[key] for key in _keys(choice) if key in self.sketch_errors), (0, 1))
         # Half of a sketch's error is taken as constant, half as proportional to the micro-batch's memory.
@@ -229,7 +229,7 @@ class Search:
         return constant + off * (grown if off > 0 else min(1.0, grown))
 
 
-def _resident(choice: Choice, estimate: Estimate) -> int:
+def resident_bytes(choice: Choice, estimate: Estimate) -> int:
     """Bytes of the device for which there must be room."""
     return estimate.device_bytes - choice.paged * estimate.paged_bytes
 
