@@ -124,7 +124,7 @@ def test_the_root_that_is_reduced_last_is_not_the_heads_moment(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [1_000_000, 0])  # axolotl's JSON has 0: the optimizer steps over one weight at a time
+@pytest.mark.parametrize("group", [1_000_000, 0])  # axolotl's has 0: one weight at a time
 def test_the_limits_of_zero_3_hold_at_full_depth(group, monkeypatch):
     """Gathered weights and the optimizer's groups stop growing where the JSON says so."""
     zero = {

@@ -131,3 +131,11 @@ def test_8b_in_full_fits_a_24_gib_card_where_weights_are_updated_in_backward():
     assert choice.in_backward and choice.paged and choice.dtype == "bfloat16"
     estimate = found.profiles[-1].estimate
     assert estimate.device_bytes - estimate.paged_bytes <= found.spec.memory_budget
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_host_memory_for_deepspeed_and_updates_in_backward_are_proposed():
+    found = plan("smollm2-1.7b", "rtx_3060", method="full", seq_len=512, memory=6 * GIB)
+    assert not found.profiles
+    assert any("--strategy zero3_offload_cpu and --host-memory" in change for change in found.nearest)
+    assert any("max_grad_norm=0" in change for change in found.nearest)
