@@ -96,6 +96,7 @@ def left_open(spec: JobSpec) -> JobSpec:
         hardware=f"{name}x{devices}" if devices > 1 else name,
         world_size=None,
         training=training,
+        memory_args=replace(spec.memory_args, optimizer_in_backward=False),
         effective_batch_size=spec.effective_batch_size or batch[0] * batch[1] * devices,
     )
 
@@ -110,6 +111,7 @@ def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str]:
         "inputs_offloaded": choice.inputs_offloaded,
         "memory.loss_chunk_size": choice.chunked_loss,
         "training.optim": choice.optim,
+        "memory.optimizer_in_backward": choice.in_backward,
     }
     if choice.strategy not in ("none", "ddp"):
         ours["strategy"] = choice.strategy

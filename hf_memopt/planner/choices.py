@@ -63,6 +63,7 @@ class Choice:
         activations_offloaded: activations in host memory between forward and backward.
         optimizer_offloaded: optimizer states in host memory, one device.
         in_backward: each weight is updated in backward and its gradient freed, one device.
+        paged: optimizer states leave the device where it has no room for them (full fine-tuning).
         streamed: share of the layers whose frozen weights are in host memory, with the embeddings; 0 without.
         trl: what TRL's trainer of a task adds.
     """
@@ -79,6 +80,7 @@ class Choice:
     activations_offloaded: bool = False
     optimizer_offloaded: bool = False
     in_backward: bool = False
+    paged: bool = False
     optim_rounds: bool = False
     streamed: float = 0.0
     trl: TrlChoice = NO_TRL
@@ -86,11 +88,6 @@ class Choice:
     @property
     def engine(self) -> Engine:
         return engine_named(self.strategy)
-
-    @property
-    def paged(self) -> bool:
-        """True if it is chosen so that optimizer states may leave the device; those of adapters are too few."""
-        return self.optim_rounds and self.optim.startswith("paged")
 
     @property
     def features(self) -> set[str]:
@@ -351,27 +348,27 @@ class SearchSpace:
         preset = self.spec.preset
         configured = with_strategy(preset, strategy) if strategy != preset.strategy else preset
         default, dtype = configured.training.get("optim", "adamw_torch_fused"), configured.dtype
-        if "optim" in self.spec.training or preset.method != "full" or engine_named(strategy).offloads:
-            return [{"optim": self.spec.training.get("optim", default), "dtype": dtype}]
+        own = str(self.spec.training.get("optim", ""))
+        if preset.method != "full" or engine_named(strategy).offloads:
+            return [{"optim": own or default, "dtype": dtype}]
+        discrete = preset.hardware.discrete_memory
+        pages = preset.hardware.backend == "cuda" and discrete
         exact = "adamw_torch" if preset.hardware.backend in ("cpu", "mps") else "adamw_torch_fused"
-        job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=preset.hardware.discrete_memory)
+        job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=discrete)
         kinds: list[dict[str, Any]] = [{"optim": exact}]
-        if eight_bit := ADAM_8BIT.settings_for(job):
-            paged = (
-                [f"paged_{eight_bit['optim']}"]
-                if preset.hardware.backend == "cuda" and preset.hardware.discrete_memory
-                else []
-            )
-            kinds += [{"optim": name, "optim_rounds": True} for name in (eight_bit["optim"], *paged)]
-        in_backward = [{**kind, "in_backward": True} for kind in kinds]
-        if OPTIMIZER_OFFLOAD.settings_for(job):
+        if own:
+            kinds = [{"optim": own, "paged": pages and own.startswith("paged")}]
+        elif eight_bit := ADAM_8BIT.settings_for(job):
+            kinds.append({"optim": eight_bit["optim"], "optim_rounds": True})
+            kinds += [{"optim": f"paged_{eight_bit['optim']}", "optim_rounds": True, "paged": True}] * pages
+        in_backward = [{**kind, "in_backward": True} for kind in kinds if "adamw" in kind["optim"]]
+        if OPTIMIZER_OFFLOAD.settings_for(job) and not own:
             kinds.append({"optim": exact, "optimizer_offloaded": True})
         return [{**kind, "dtype": dtype} for kind in kinds + in_backward * self.steps_in_backward]
 
     @property
     def steps_in_backward(self) -> bool:
         """True if the job lets optimizer_in_backward update its weights: no choice makes up for clipping."""
-        plain = self.spec.training.get("max_grad_norm", 1.0) == 0
-        return (
-            plain and self.spec.preset.processes == 1 and self.spec.training.get("gradient_accumulation_steps", 1) == 1
-        )
+        spec = self.spec
+        unclipped = spec.training.get("max_grad_norm", 1.0) == 0 and not spec.memory_args.optimizer_in_backward
+        return unclipped and spec.preset.processes == spec.training.get("gradient_accumulation_steps", 1) == 1

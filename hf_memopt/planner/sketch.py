@@ -174,23 +174,22 @@ class Sketch:
         if choice.optimizer_offloaded:
             moved += 8 * self.trained
         if choice.paged:
-            moved += self._paged
+            moved += self._states(choice)
         moved += self.streamed_bytes(choice)
         if choice.engine.offloads:  # fp32 weights, states and gradients, and weights in 16 bits
             moved += (16 * self.trained + self.loaded) / self.job.world_size
         return int(moved)
 
-    @property
-    def _paged(self) -> float:
-        """Bytes of 8-bit optimizer states."""
-        return 8 * _STATES_8BIT * self.trained
+    def _states(self, choice: Choice) -> float:
+        """Bytes of Adam's states."""
+        return 8 * self.trained * (_STATES_8BIT if "8bit" in choice.optim else 1)
 
     def paged_bytes(self, choice: Choice) -> float:
         """Bytes of optimizer states that come to the device and leave it in every step, for lack of memory."""
         if not choice.paged:
             return 0.0
         room = (self.job.device.memory or math.inf) - self.device_bytes(choice)[0]
-        return self._paged if self._paged > room else 0.0
+        return states if (states := self._states(choice)) > room else 0.0
 
     @functools.cached_property
     def _streamed(self) -> tuple[float, float]:

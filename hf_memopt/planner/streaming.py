@@ -35,7 +35,8 @@ def weights_alone(spec: JobSpec) -> tuple[int, str] | None:
     dtype = resolve_dtype(config, preset.dtype)
     size = count_weights(config, task) * getattr(torch, dtype).itemsize
     # A user's own optimizer may free a layer's gradients before the next layer has its own.
-    keeps = "optim" not in spec.training and not SearchSpace(spec).steps_in_backward
+    freed = spec.memory_args.optimizer_in_backward or SearchSpace(spec).steps_in_backward
+    keeps = "optim" not in spec.training and not freed
     if preset.method == "full" and keeps and not spec.frozen:
         return 2 * size, f"{dtype} weights and gradients"
     return size, f"{dtype} weights"
