@@ -9,6 +9,7 @@ from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.ledger import Peak
 from hf_memopt.estimator.overheads import paged_on_device
 from hf_memopt.estimator.quantized_checkpoints import loading_quantization
+from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.host_memory import HostMemory
@@ -18,6 +19,7 @@ from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.fallbacks import fallbacks
 from hf_memopt.planner.launch import launcher_command
 from hf_memopt.planner.settle import settle
+from hf_memopt.presets import preset_by_name
 from hf_memopt.units import GIB
 
 
@@ -139,3 +141,11 @@ def test_where_nothing_fits_host_memory_for_deepspeed_and_updates_in_backward_ar
     assert not found.profiles
     assert any("--strategy zero3_offload_cpu and --host-memory" in change for change in found.nearest)
     assert any("max_grad_norm=0" in change for change in found.nearest)
+
+
+def test_weights_are_counted_where_only_some_layers_have_the_adapted_modules():
+    preset = preset_by_name("a100_80gb", "lora")
+    spec = preset_spec(preset, "qwen3.5-35b-a3b")  # three of four layers have linear attention, without q_proj
+    job = spec_job(replace(spec, lora={"target_modules": ["q_proj", "o_proj"]}))
+    outside, layer = job.elements(trained=True)
+    assert outside == 0 and layer > 1
