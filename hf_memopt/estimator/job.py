@@ -16,7 +16,7 @@ from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import check_liger
 from hf_memopt.estimator.quantized_checkpoints import check_quantized_training, resolve_quantization
 from hf_memopt.estimator.tracing.adapters import adapter_at_depth, adapts_layers_alike, check_adapter
-from hf_memopt.estimator.tracing.extrapolate import count_layers, layer_period, shallow_depths, with_depth
+from hf_memopt.estimator.tracing.extrapolate import count_layers, shallow_depths, with_depth
 from hf_memopt.estimator.tracing.model import (
     ModelSettings,
     count_weights,
