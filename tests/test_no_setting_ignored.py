@@ -11,6 +11,7 @@ from hf_memopt.cli.estimate import settle_job
 from hf_memopt.cli.settings import command_spec
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
+from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.spec_job import spec_job
 from hf_memopt.estimator.tracing.process_state import process_state_kept
 from hf_memopt.estimator.tracing.traced_arguments import NEUTRAL, make_arguments
@@ -148,6 +149,19 @@ def test_trls_tasks_are_checkpointed_by_fsdp_too(task):
     """A preset's silence is false there, as TRL's own default is true: that was taken for the user's."""
     job = resolved(task=task, **FSDP2)
     assert job.fields["activation_checkpointing"] is False and job.engine.checkpointing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_trls_tasks_hold_their_share_of_the_weights(strategy, method):
+    """Of a trainer's copy the whole model was loaded under ZeRO-3, and kept beside its shards under FSDP2."""
+    plain, sft = (
+        estimate_job(resolved(method=method, strategy=strategy, world_size=4, task=task)).phases
+        for task in (None, "sft")
+    )
+    for phase in ("load", "between"):
+        assert sft[phase] <= 1.02 * plain[phase], phase
 
 
 def test_weights_that_stay_gathered_take_more():

@@ -56,6 +56,8 @@ def memory_bar(estimate) -> list[str]:
     length = min(_BAR, width() - 32)
     filled = min(length, round(length * share))
     bar = "█" * filled + "░" * (length - filled)
+    paged = f"{size(estimate.paged_bytes)} of it paged optimizer states, which leave where others need the room"
+    lines += paragraph(paged) if estimate.paged_bytes > estimate.device_bytes / 50 else []
     return [f"{bar} {size(estimate.device_bytes)} of {size(estimate.capacity_bytes)}, {share:.0%}", *lines]
 
 

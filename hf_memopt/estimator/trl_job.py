@@ -33,11 +33,24 @@ class TrlJob(TrainerJob):
 
         def make_with_levers():
             model = traced.make_model()
+            if self.quantization_config is None:
+                _partition(model)
             if self.memory_args is not None:
                 apply_levers(model, self.memory_args)
             return model
 
         return dataclasses.replace(traced, make_model=make_with_levers)
+
+
+def _partition(model) -> None:
+    """Partition a model for ZeRO-3, as from_pretrained does while it loads one that is not quantized (get_init_context
+    of transformers 5.24): the trainer around it was made with the whole one."""
+    from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled():
+        import deepspeed
+
+        deepspeed.zero.Init(module=model, config_dict_or_path=deepspeed_config())
 
 
 def describe_task(

@@ -92,6 +92,7 @@ class TrainerCopy:
         trainer.create_accelerator_and_postprocess()
         trainer.optimizer = self._copy_optimizer()
         trainer.callback_handler = CallbackHandler([], model, trainer.processing_class, trainer.optimizer, None)
+        self._memo.clear()  # it would keep weights alive that sharding replaces
         return trainer
 
     def _copy(self, value):
