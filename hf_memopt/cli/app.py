@@ -230,14 +230,8 @@ def dry_run(
     """Run a script up to trainer.train() without loading weights, and predict the job's peak memory and time."""
     from hf_memopt.cli.estimate import DryRunOptions, run_dry_run
 
-    options = DryRunOptions(
-        script=script,
-        arguments=arguments or [],
-        hardware=hardware,
-        world_size=world_size,
-        price=price,
-        verbose=verbose,
-    )
+    asked = {"hardware": hardware, "world_size": world_size, "price": price, "verbose": verbose}
+    options = DryRunOptions(script=script, arguments=arguments or [], **asked)
     run_dry_run(options, plot, json, allow_unconfined)
 
 
