@@ -222,6 +222,7 @@ def test_a_question_is_asked_and_answered(browser, ui):
     page.close()
 
 
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize(
     ("button", "answer"),
     [
@@ -230,8 +231,8 @@ def test_a_question_is_asked_and_answered(browser, ui):
         pytest.param("Plan", "Yes, with lora", marks=pytest.mark.sweep),
     ],
 )
-def test_the_untouched_form_is_answered(browser, public_ui, button, answer):
-    page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": 800})
+def test_the_untouched_form_is_answered(browser, public_ui, button, answer, width):
+    page = browser.new_page(viewport={"width": width, "height": 800})
     page.set_default_timeout(240_000)
     page.goto(public_ui)
     page.get_by_role("button", name=button).click()

@@ -277,6 +277,8 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
             for layer in layers:
                 for weight in layer.parameters():
                     ledger.tag(weight, layer.place_in_model[1])
+            if job.trainer is not None:
+                job.trainer.forget_weights()
             ledger.restart()  # accelerate shards on the meta device: the device never holds the whole model
             return model
 

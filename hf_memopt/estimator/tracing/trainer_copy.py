@@ -92,8 +92,12 @@ class TrainerCopy:
         trainer.create_accelerator_and_postprocess()
         trainer.optimizer = self._copy_optimizer()
         trainer.callback_handler = CallbackHandler([], model, trainer.processing_class, trainer.optimizer, None)
-        self._memo.clear()  # it would keep weights alive that sharding replaces
         return trainer
+
+    def forget_weights(self) -> None:
+        """Let go of the trained model's whole weights, once shards have taken their place."""
+        for weight in self.original.model.parameters():
+            self._memo.pop(id(weight), None)
 
     def _copy(self, value):
         """Return what the copy holds in a value's place."""
