@@ -5,15 +5,14 @@ clone, on a terminal of 80 columns; results/ways.json has what was printed. test
 """
 
 import contextlib
-import io
 import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 from record import record
 
@@ -46,26 +45,21 @@ def write_chats(folder: Path, samples: int = SAMPLES) -> None:
     (folder / "my_chats.jsonl").write_text("".join(rows), encoding="utf-8")
 
 
+_AS_FROM_CLONE = """
+import sys, hf_memopt.planner.launch as launch
+from pathlib import Path
+root = Path(sys.argv.pop(1))
+launch.from_here = lambda path: path.resolve().relative_to(root).as_posix()
+from hf_memopt.cli import main
+main()
+"""
+
+
 def ask(command: str) -> tuple[int, str]:
-    """Exit code and output of a command of hf-memopt, whose paths are printed as from a clone."""
-    from hf_memopt.cli import main
-
-    def from_clone(path: Path) -> str:
-        return path.resolve().relative_to(ROOT).as_posix()
-
-    output = io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", shlex.split(command)),
-        mock.patch("hf_memopt.planner.launch.from_here", from_clone),
-        mock.patch.dict(os.environ, COLUMNS="80"),
-        contextlib.redirect_stdout(output),
-        contextlib.suppress(SystemExit),
-    ):
-        try:
-            main()
-        except SystemExit as end:
-            return int(end.code or 0), output.getvalue()
-    return 0, output.getvalue()
+    """Exit code and output of a command of hf-memopt, in its own process, with paths as from a clone."""
+    words = [sys.executable, "-c", _AS_FROM_CLONE, str(ROOT), *shlex.split(command)[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, check=False)
+    return done.returncode, done.stdout
 
 
 def answered(page: Path) -> list[dict]:

@@ -305,9 +305,8 @@ def test_plan_says_that_a_described_card_has_no_speed(command, tmp_path):
     )
     for figures, unknown in (("", True), (', "bandwidth": "1008 GB/s", "bf16_flops": "165 TFLOPS"', False)):
         code, output, errors = command("plan", tmp_path, "--hardware", '{"memory": "24 GiB"' + figures + "}")
-        assert code == 0 and ("bandwidth and bf16_flops of the described device are unknown" in output) == unknown, (
-            errors
-        )
+        said = "bandwidth and bf16_flops of the described device are unknown" in " ".join(output.split())
+        assert code == 0 and said == unknown, errors
 
 
 @pytest.mark.parametrize(

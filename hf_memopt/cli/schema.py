@@ -91,7 +91,7 @@ def _estimate() -> dict[str, Any]:
     from hf_memopt.estimator.result import Estimate
 
     fits = {"fits": {"type": ["boolean", "null"], "description": "null where the capacity is not known"}}
-    return _object(**_properties(Estimate, leave_out=("timeline",)), **fits)
+    return _object(**_properties(Estimate, leave_out=("timeline", "paged_bytes")), **fits)
 
 
 def _duration() -> dict[str, Any]:
