@@ -65,7 +65,6 @@ def console():
     from rich.console import Console
 
     clear_status()
-
     made = Console(file=getattr(sys.stdout, "unfiltered", None))
     if made.width < _NARROWEST:  # a table would have a letter or two a line
         made.width = _NARROWEST

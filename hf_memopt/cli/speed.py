@@ -45,14 +45,14 @@ class AmountOptions:
             samples: of an optimizer step, over all devices. So many take a step each, whatever their tokens are: a
                 pair has two answers, a video its frames.
         """
-        from hf_memopt.estimator.duration import Duration, duration
+        from hf_memopt.estimator.duration import duration, run_duration
 
         amount = self.read()
         if (count := amount.count_samples()) is not None and estimate.step_seconds is not None:
-            seconds = count / samples * estimate.step_seconds
-            tokens = round(seconds * estimate.tokens_per_second) if estimate.tokens_per_second else None
-            cost = None if self.price is None else seconds / 3600 * devices * self.price
-            return Duration(tokens, seconds, cost, None if tokens else math.ceil(count / samples))
+            took = run_duration(count / samples, estimate.step_seconds, self.price, devices)
+            if estimate.tokens_per_second is None:
+                return dataclasses.replace(took, steps=math.ceil(took.steps))
+            return dataclasses.replace(took, tokens=round(took.seconds * estimate.tokens_per_second), steps=None)
         if amount.tokens is None or estimate.tokens_per_second is None:
             return None
         return duration(amount.tokens, estimate.tokens_per_second, self.price, devices)

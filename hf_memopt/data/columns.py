@@ -86,6 +86,15 @@ def find_form(names: Iterable[str]) -> str | None:
     return next((name for name, form in FORMS.items() if names.issuperset(form.needed)), None)
 
 
+def accepted(with_media: bool) -> str:
+    """The forms that a recipe takes, as its errors list them.
+
+    Args:
+        with_media: it trains on videos and images, which captions need.
+    """
+    return "; ".join(" + ".join(form.needed) for name, form in FORMS.items() if with_media or name != "caption")
+
+
 @functools.cache
 def find_refused(names: tuple[str, ...], form: str, with_media: bool = False) -> dict[str, str]:
     """The columns that a row must leave empty, and why.

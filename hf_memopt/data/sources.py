@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_memopt.data.clip_folder import captioned_rows
-from hf_memopt.data.columns import FORMS, find_form, find_unused
+from hf_memopt.data.columns import accepted, find_form, find_unused
 from hf_memopt.data.pairs import check_pair_columns
 from hf_memopt.data.row_files import READERS, encoded_rows, find_columns
 from hf_memopt.errors import InputError, as_input_error, choose, one_line
@@ -179,10 +179,10 @@ def _columns(rows, source, with_media: bool) -> str:
     if not names:
         raise InputError(f"data set {source!r} is empty: the split has no rows")
     form = find_form(names)
-    forms = {name: form for name, form in FORMS.items() if with_media or name != "caption"}
-    if form not in forms:
-        accepted = "; ".join(" + ".join(form.needed) for form in forms.values())
-        raise InputError(f"data set {source!r} has the columns {', '.join(names) or 'none'}; accepted are: {accepted}")
+    if form is None or (form == "caption" and not with_media):
+        raise InputError(
+            f"data set {source!r} has the columns {', '.join(names) or 'none'}; accepted are: {accepted(with_media)}"
+        )
     return form
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_memopt.data.clip_folder import captioned_rows
-from hf_memopt.data.columns import FORMS, MEDIA, check_columns, find_form
+from hf_memopt.data.columns import MEDIA, accepted, check_columns, find_form
 from hf_memopt.data.pairs import PAIRS
 from hf_memopt.data.row_files import READERS, numbered_rows
 from hf_memopt.data.sources import FORMATS
@@ -84,8 +84,7 @@ def _of_rows(path: Path, source: str, task: str | None, with_media: bool) -> Use
             raise _unsuitable(source, rows, f"task={task} needs chosen and rejected")
         return Use(task or "dpo", len(rows), media)
     if form is None or (form == "caption" and not media):
-        accepted = "; ".join(" + ".join(one.needed) for name, one in FORMS.items() if with_media or name != "caption")
-        raise _unsuitable(source, rows, f"accepted are: {accepted}; chosen + rejected")
+        raise _unsuitable(source, rows, f"accepted are: {accepted(with_media)}; chosen + rejected")
     for number, row in enumerate(rows):
         check_columns(row, form, f"data set {source!r}, row {number}", with_media or media)
     if form == "text" and task not in _ANSWERS:

@@ -43,7 +43,7 @@ def duration(tokens: int, tokens_per_second: float, price: float | None = None, 
 
 
 def run_duration(
-    steps: int | None, step_seconds: float | None, price: float | None = None, devices: int = 1
+    steps: float | None, step_seconds: float | None, price: float | None = None, devices: int = 1
 ) -> Duration | None:
     """The time of a script's own steps; None where their number or the speed is unknown."""
     if steps is None or step_seconds is None:
