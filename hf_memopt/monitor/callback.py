@@ -45,6 +45,7 @@ class MemoryCallback(TrainerCallback):
         self.growth: GrowthDiagnosis | None = None
         self._last_tokens: tuple[float, int] | None = None
         self._last_label: str | None = None
+        self._peak_before = 0  # bytes, when training began: of loading, or of what the process did before
         self.data_wait, self._disk_wait = DataWait(), DiskWait()
         # Set by MemoryTrainer: tensor elements and peak bytes of the last step, and tokens so far.
         self.elements = self.near_peak = self.tokens = 0
@@ -62,7 +63,8 @@ class MemoryCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.monitor = self.monitor or MemoryMonitor.of(self.memory_args, args.device)
-        self.growth = GrowthDiagnosis(self.monitor.reader.capacity())
+        reading = self.monitor.reader.read()
+        self.growth, self._peak_before = GrowthDiagnosis(reading.capacity), reading.peak_allocated
         self._last_tokens = (time.perf_counter(), max(self.tokens, state.num_input_tokens_seen))
         self.data_wait.reset()
 
@@ -112,7 +114,8 @@ class MemoryCallback(TrainerCallback):
 
     def _at_peak(self, reading: Reading) -> Reading:
         """The reading with the step's peak as `allocated`: when it is logged, activations are freed already."""
-        return replace(reading, allocated=max(reading.allocated, self.near_peak or reading.peak_allocated))
+        of_training = reading.peak_allocated if reading.peak_allocated != self._peak_before else 0
+        return replace(reading, allocated=max(reading.allocated, self.near_peak or of_training))
 
     def _log_phase(self, args, state, phase: str) -> None:
         if self.monitor is not None:
