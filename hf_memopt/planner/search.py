@@ -47,6 +47,7 @@ class Search:
     estimates: dict[Choice, Estimate | None] = field(default_factory=dict)
     sketch_bytes: dict[Choice, tuple[int, int]] = field(default_factory=dict)
     sketch_errors: dict[tuple, tuple[int, int]] = field(default_factory=dict)
+    host_errors: dict[str, int] = field(default_factory=dict)  # the same of host memory, at least; by strategy
 
     def __post_init__(self) -> None:
         cost = self.cost = Cost(self.sketch)
@@ -164,7 +165,8 @@ class Search:
         def may_fit(choice: Choice) -> bool:
             if choice in self.estimates:
                 return self.fits(choice, budget)
-            return not sure and self.needs(choice) <= budget * _OPTIMISM
+            fits = not sure and self.needs(choice) <= budget * _OPTIMISM
+            return fits and self._host_suffices(choice, self.host_bytes(choice))
 
         fitting = (choice for choice in filter(condition, self.choices) if may_fit(choice))
         if (fastest := next(fitting, None)) is None:
@@ -182,16 +184,17 @@ class Search:
     def fits(self, choice: Choice, budget: int) -> bool:
         """True if a choice fits by its estimate, or else by its sketch."""
         if choice not in self.estimates:
-            return self.needs(choice) <= budget and self._host_suffices(choice, self.sketch.host_bytes(choice))
+            return self.needs(choice) <= budget and self._host_suffices(choice, self.host_bytes(choice))
         estimate = self.estimates[choice]
         if estimate is None or resident_bytes(choice, estimate) > budget:
             return False
         return self._host_suffices(choice, estimate.host_bytes)
 
     def host_bytes(self, choice: Choice) -> int:
-        """Bytes of the host: the estimate's, or the sketch's of what is offloaded."""
-        estimate = self.estimates.get(choice)
-        return estimate.host_bytes if estimate else self.sketch.host_bytes(choice)
+        """Bytes of the host: the estimate's, or the sketch's of what is offloaded and what estimates add to it."""
+        if estimate := self.estimates.get(choice):
+            return estimate.host_bytes
+        return self.sketch.host_bytes(choice) + self.host_errors.get(choice.strategy, 0)
 
     def _host_suffices(self, choice: Choice, host_bytes: int) -> bool:
         host = self.host_memory
@@ -217,6 +220,8 @@ class Search:
             constant, moving = self.sketch_bytes[choice]
             off = resident_bytes(choice, estimate) - constant
             self.sketch_errors |= dict.fromkeys(_keys(choice), (off, max(1, moving)))
+            beside = max(0, estimate.host_bytes - self.sketch.host_bytes(choice))
+            self.host_errors[choice.strategy] = min(beside, self.host_errors.get(choice.strategy, beside))
 
     def needs(self, choice: Choice) -> float:
         """Bytes of the device: the estimate, or the sketch corrected by the nearest estimate's error."""
