@@ -39,6 +39,7 @@ REPOSITORIES = {
     "pytorch/torchtune": (("recipes/configs",), (".yaml",)),
     "huggingface/alignment-handbook": (("recipes",), (".yaml",)),
     "huggingface/open-r1": (("recipes",), (".yaml", ".slurm")),
+    "huggingface/trl-jobs": (("trl_jobs/configs",), (".yaml",)),
 }
 _NO_JOB = ("is no configuration of a training job", "no command here trains", "holds no settings")
 # 2 * 30GiB, 18GiB * 2, 24GB: the first comment that states memory.

@@ -15,7 +15,8 @@ _LOCK = ".lock"
 _held: dict[Path, int] = {}  # locked folders of this process, and the open files that hold the locks
 # What a disk refuses with, as errno; whatever else an OSError says is not about writing.
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
-_FORBIDDEN = {errno.EACCES, errno.EPERM}  # of a file; without one it may be a socket, or a process
+# Of a file; without one it may be a socket, or a process.
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 # The same in the words of two libraries whose errors are no OSError: safetensors (Rust), and torch's
 # PyTorchStreamWriter, which does not pass the system's reason on.
 _SAFETENSORS = re.compile(r"I/O error: (.+?) \(os error \d+\)")

@@ -132,6 +132,25 @@ def test_a_recipe_ends_with_one_line_and_code_2(tmp_path):
 OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("doctor",),
+        ("estimate",),
+        ("plan",),
+        ("dry-run",),
+        ("report",),
+        ("migrate",),
+        ("plan", "qwen3-0.6b", "--hardware", "rtx_3060", "--dataset"),
+        ("estimate", "qwen3-0.6b", "--strategy"),
+        ("estimate", "qwen3-0.6b", "--hardware"),
+    ],
+)
+def test_no_files_name_is_as_long(words, command):
+    code, _, errors = command(*words, "a" * 300)
+    assert code == 2 and len(errors.splitlines()) == 1 and "aaaa" in errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 def test_a_model_s_own_code_is_never_run_whatever_stdin_says(command, tmp_path):

@@ -10,6 +10,7 @@ import yaml
 
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError
+from hf_memopt.foreign.accelerate import launch_file
 from hf_memopt.foreign.source import read_source
 from hf_memopt.foreign.table import EFFECTS, list_tables
 from hf_memopt.foreign.values import VIA
@@ -232,6 +233,68 @@ def test_the_launchers_file_decides_the_engine(tmp_path, content, expected):
         return
     fields = read_source(str(tmp_path / "run.sh")).translate().fields
     assert {key: fields[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", ["single_gpu", "multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"])
+def test_an_engine_is_the_same_by_name_file_and_options(name, tmp_path):
+    """Of TRL's own files."""
+    path = launch_file(name)
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    kind = {"DEEPSPEED": ["--use_deepspeed"], "FSDP": ["--use_fsdp"]}.get(content["distributed_type"], [])
+    settings = {**content, **content.get("deepspeed_config", {}), **content.get("fsdp_config", {})}
+    flags = [f"--{key} {value}" for key, value in settings.items() if not isinstance(value, dict | list)]
+    job = "--model_name_or_path Qwen/Qwen3-0.6B"
+    (tmp_path / "job.yaml").write_text(
+        f"model_name_or_path: Qwen/Qwen3-0.6B\naccelerate_config: {name}\noutput_dir: out\n"
+    )
+    sources = (
+        f"trl sft {job} --accelerate_config {name}",
+        f"accelerate launch --config_file {path} sft.py {job}",
+        f"accelerate launch {' '.join([*kind, *flags])} trl/scripts/sft.py {job}",
+        str(tmp_path / "job.yaml"),
+    )
+    fields = [dict(read_source(source).translate().fields) for source in sources]
+    engines = [{key: own.get(key) for key in _ENGINE} for own in fields]
+    assert engines == [engines[0]] * 4
+    assert engines[0]["world_size"] == content["num_processes"]
+    assert ("training.deepspeed" if "zero" in name else "training.fsdp") in fields[0] or "gpu" in name
+
+
+_ENGINE = ("world_size", "training.deepspeed", "training.fsdp", "training.fsdp_config")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--use_megatron_lm --megatron_lm_tp_degree 2", "use_megatron_lm"),
+        ("--mixed_precision fp8", "fp8"),
+        ("--dynamo_backend inductor", "dynamo_backend"),
+        ("--cpu", "cpu"),
+        ("--use_fsdp --parallelism_config_cp_size 2", "parallelism_config_cp_size"),
+        ("--use_fsdp --fsdp_offload_params true", "FSDP offloads"),
+        ("--from_the_future 1", "from_the_future"),
+    ],
+)
+def test_options_of_the_launcher_that_are_not_modelled_are_refused(options, named):
+    with pytest.raises(InputError, match=named):
+        read_source(f"accelerate launch {options} sft.py --model_name_or_path Qwen/Qwen3-0.6B")
+
+
+def test_a_long_command_is_no_files_name(command):
+    words = "trl sft --model_name_or_path Qwen/Qwen3-0.6B --dataset_name mine " + "--learning_rate 1e-5 " * 20
+    assert command("doctor", words)[0] == 0
+
+
+def test_launchers_processes_and_precision():
+    job = "sft.py --model_name_or_path Qwen/Qwen3-0.6B"
+
+    def fields(text):
+        return read_source(text).translate().fields
+
+    assert fields(f"torchrun --nnodes 2 --nproc_per_node 8 {job}")["world_size"] == 16
+    assert fields(f"accelerate launch --mixed_precision bf16 {job} --bf16 false")["training.bf16"] is True
+    assert fields(f"accelerate launch --mixed_precision no {job} --bf16 false")["training.bf16"] is False
+    assert fields(f"accelerate launch {job} --no_gradient_checkpointing")["training.activation_checkpointing"] is False
 
 
 def test_torchtunes_adapters_have_the_models_dtype_and_pefts_are_in_fp32(command, tmp_path):

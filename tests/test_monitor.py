@@ -304,8 +304,8 @@ def test_causes_of_growth_are_distinguished(kind):
 
 @pytest.mark.slow
 def test_growth_is_said_with_what_to_do(tmp_path, caplog, capsys):
-    """A real leak: a callback that keeps 40 MB a step, of a limit of 1 GB more than there is. (Of smaller tensors glibc
-    may take the memory from what the process has freed before, and nothing grows.)"""
+    """A real leak: a callback that keeps 40 MB a step, of a limit of 1 GB more than there is. (The memory of smaller
+    tensors may be what the process has freed before, and nothing grows.)"""
     kept = []
     torch.ones(2 * GIB, dtype=torch.uint8)  # a peak before training, which is no alarm
 

@@ -31,6 +31,7 @@ from hf_memopt.cli.options import (
 )
 from hf_memopt.cli.usage import usage_sentence
 from hf_memopt.contributed import load_contributed
+from hf_memopt.disk import write_failure
 from hf_memopt.errors import ImpossibleEstimate, IncompatibleLibrary, InputError, one_line
 from hf_memopt.noise import quiet
 from hf_memopt.terminal import only_plain_text
@@ -435,10 +436,12 @@ def main() -> None:
     except typer.Abort:
         sys.exit(130)
     except Exception as error:
-        # click's usage errors know their own message; anything else is a fault of ours and keeps its traceback.
-        if not hasattr(error, "format_message"):
+        # click's usage errors know their own message, a disk's refusals are the user's to mend; anything else is a
+        # fault of ours and keeps its traceback.
+        reason = usage_sentence(error) if hasattr(error, "format_message") else write_failure(error)
+        if reason is None:
             raise
-        _fail(one_line(ValueError(usage_sentence(error))))
+        _fail(one_line(ValueError(reason)))
 
 
 def _fail(line: str) -> None:

@@ -10,7 +10,7 @@ _TOOLS = (
     ("LLaMA-Factory", {"model_name_or_path"}, {"finetuning_type", "cutoff_len", "template", "dataset_dir"}),
     ("LLaMA-Factory's v1 trainer", {"model"}, {"model_class", "dist_config", "kernel_config"}),
     ("ms-swift", {"model"}, {"train_type", "tuner_type", "rlhf_type", "swift_version", "split_dataset_ratio"}),
-    ("TRL", {"model_name_or_path"}, {"dataset_name", "dataset_mixture", "dataset_mixer", "output_dir"}),
+    ("TRL", {"model_name_or_path"}, {"dataset_name", "dataset_mixture", "dataset_mixer", "datasets", "output_dir"}),
 )
 
 

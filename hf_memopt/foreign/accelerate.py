@@ -1,39 +1,104 @@
-"""The engine that an accelerate YAML starts, as fields of ours; the rest of it memory does not see."""
+"""The engine that `accelerate launch` starts, by its file and its options, as fields of ours."""
 
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError, brief
+from hf_memopt.foreign.table import is_off
 from hf_memopt.foreign.values import AUTO
 from hf_memopt.yaml_values import read_text, read_yaml
 
+# Options that say how processes find each other, what is saved, or what a Trainer's own arguments decide.
+_NEUTRAL = re.compile(
+    "compute_environment|quiet|debug|main_.*|machine_rank|num_machines|same_network|rdzv_.*|gpu_ids|log_dir|role|module|"
+    "no_python|max_restarts|monitor_interval|num_cpu_threads_per_process|enable_cpu_affinity|distributed_type|multi_gpu|"
+    "deepspeed_(?:multinode_launcher|hostfile|exclusion_filter|inclusion_filter)|zero3_.*|gradient_.*|mixed_precision|"
+    "seq_parallel_communication_data_type|downcast_bf16|use_parallelism_config|parallelism_config_.*(?<!_size)"
+)
+_ENGINE = re.compile("num_processes|use_deepspeed|use_fsdp|zero_stage|deepspeed_config_file|offload_.*|fsdp_.*")
+_WHOLE = re.compile("parallelism_config_.*_size")  # of which 1 is none
+_REFUSED = re.compile("(?:use_)?cpu|tpu.*|dynamo_.*|fp8_.*|(?:use_)?megatron_lm.*|mpirun_.*|vm|aws_.*")
+_FILES = ("accelerate_config", "config_file")
+# What a trainer has, too, is the trainer's.
+_TRAINERS = re.compile("gradient_.*|fsdp_config|debug")
+_INNER = {"deepspeed_config": "", "fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
 
-def engine_of_accelerate(path: Path) -> dict[str, Any]:
-    """The processes and the engine of an accelerate YAML or JSON.
+
+def is_launch_option(key: str) -> bool:
+    """True if a key is one of accelerate launch's, which TRL's command passes on."""
+    ours = any(names.fullmatch(key) for names in (_NEUTRAL, _ENGINE, _WHOLE, _REFUSED))
+    return key in _FILES or (ours and not _TRAINERS.fullmatch(key))
+
+
+def launch_file(name: str) -> Path | None:
+    """A file that TRL's command names by a word: zero2, fsdp1, … None where TRL is not installed, or has none."""
+    found = find_spec("trl")
+    places = found.submodule_search_locations if found else None
+    paths = [Path(place) / "accelerate_configs" / f"{name}.yaml" for place in places or ()]
+    return next((path for path in paths if name.isidentifier() and path.is_file()), None)
+
+
+def engine_of_launch(path: Path | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The processes, the precision and the engine of accelerate launch.
+
+    Args:
+        path: of its YAML or JSON.
+        options: of its command, which come before the file's.
 
     Raises:
-        InputError: it is none, or starts what is not modelled.
+        InputError: the file is none of accelerate's, or starts what is not modelled.
     """
+    where = str(path) if path else "accelerate launch"
+    settings = {**(_of_file(path) if path else {}), **options}
+    for key, value in settings.items():
+        off = is_off(value) or value in ("no", "NO") or (_WHOLE.fullmatch(key) and value == 1)
+        if not off and not _NEUTRAL.fullmatch(key) and not _ENGINE.fullmatch(key):
+            raise InputError(f"{where}: {key}={brief(value)} is not modelled")
+    if (precision := settings.get("mixed_precision")) == "fp8":
+        raise InputError(f"{where}: mixed_precision=fp8 is not modelled")
+    engine = {"mixed_precision": precision}
+    if processes := settings.get("num_processes"):
+        engine["world_size"] = processes
+    if settings.get("use_deepspeed"):
+        engine["training.deepspeed"] = _deepspeed(settings)
+    elif settings.get("use_fsdp"):
+        engine |= _fsdp(where, settings)
+    return engine
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    """The settings of accelerate's file, under the names of its options."""
     content = read_yaml(read_text(path, str(path)), str(path))
     if not isinstance(content, dict) or "distributed_type" not in content:
         raise InputError(f"{path} is no configuration of accelerate")
-    kind, processes = str(content["distributed_type"]), {"world_size": content.get("num_processes", 1)}
-    if kind in ("NO", "MULTI_GPU"):
-        return processes
-    if kind == "DEEPSPEED":
-        return processes | {"training.deepspeed": _deepspeed(content.get("deepspeed_config") or {})}
-    if kind == "FSDP":
-        settings = {key.removeprefix("fsdp_"): value for key, value in (content.get("fsdp_config") or {}).items()}
-        if settings.pop("offload_params", False):
-            raise InputError(f"{path}: weights that FSDP offloads to the CPU are not modelled; ZeRO-3 with offload is")
-        if sharding := settings.pop("sharding_strategy", None):  # FSDP1's word for it
-            settings["reshard_after_forward"] = str(sharding).lower()
-        settings["version"] = settings.get("version", 1)
-        return processes | {"training.fsdp": "full_shard auto_wrap", "training.fsdp_config": settings}
-    raise InputError(f"{path}: distributed_type={brief(kind)} is not modelled")
+    kind = str(content["distributed_type"])
+    engine = {"DEEPSPEED": {"use_deepspeed": True}, "FSDP": {"use_fsdp": True}, "NO": {}, "MULTI_GPU": {}}.get(kind)
+    if engine is None:
+        raise InputError(f"{path}: distributed_type={brief(kind)} is not modelled")
+    flat = {"num_processes": 1}
+    for key, value in content.items():
+        prefix = _INNER.get(key)
+        if prefix is None:
+            flat[key] = value
+        elif value:
+            flat |= {f"{prefix}{str(name).removeprefix(prefix)}": inner for name, inner in dict(value).items()}
+    return flat | engine
 
 
-def _deepspeed(settings: dict[str, Any]) -> Any:
+def _fsdp(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    own = {key.removeprefix("fsdp_"): value for key, value in settings.items() if key.startswith("fsdp_")}
+    if not is_off(own.pop("offload_params", False)):
+        raise InputError(f"{where}: weights that FSDP offloads to the CPU are not modelled; ZeRO-3 with offload is")
+    if sharding := own.pop("sharding_strategy", None):  # FSDP1's word for it
+        own["reshard_after_forward"] = str(sharding).lower()
+    own["version"] = own.get("version", 1)
+    return {"training.fsdp": "full_shard auto_wrap", "training.fsdp_config": own}
+
+
+def _deepspeed(settings: Mapping[str, Any]) -> Any:
     """The DeepSpeed settings that accelerate makes of its own keys (DeepSpeedPlugin.__post_init__)."""
     if file := settings.get("deepspeed_config_file"):
         return str(file)

@@ -14,7 +14,7 @@ from hf_memopt.yaml_values import read_yaml
 _SWIFT = ("sft", "pt", "rlhf")
 _TRL = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
 # Scripts of TRL, open-r1 and alignment-handbook, whose trainers are TRL's.
-_SCRIPT = re.compile(r"(?:run_)?(sft|dpo|kto|reward|reward_modeling|grpo|rloo|orpo|gkd|cpo)(?:_\w+)?\.py")
+_SCRIPT = re.compile(r"(?:run_)?(dpo_online|sft|dpo|kto|reward|reward_modeling|grpo|rloo|orpo|gkd|cpo)(?:_\w+)?\.py")
 _LAUNCHERS = ("accelerate", "torchrun")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _MEGATRON = "its Megatron backend keeps weights, gradients and optimizer states otherwise than a Trainer: not modelled"
@@ -28,14 +28,14 @@ class Command:
         tool: the name of its table.
         settings: its arguments.
         config: the file that it names, whose settings its arguments override.
-        accelerate: the file of `accelerate launch`.
+        launch: the options of `accelerate launch`.
         environment: the variables set in the script.
     """
 
     tool: str
     settings: dict[str, Any]
     config: str | None = None
-    accelerate: str | None = None
+    launch: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -138,7 +138,7 @@ def _recognized(argv: list[str]) -> Command | None:
     if name == "tune" and first == "run":
         return _torchtune(rest[1:])
     if name in _LAUNCHERS or name.startswith("python"):
-        return _script(rest[1:] if first == "launch" else rest)
+        return _script(rest[1:] if first == "launch" else rest, accelerated=first == "launch")
     return None
 
 
@@ -182,22 +182,26 @@ def _nest(settings: dict[str, Any], key: str, value: Any) -> None:
     settings[name] = value
 
 
-def _script(words: list[str]) -> Command | None:
+def _script(words: list[str], accelerated: bool) -> Command | None:
     """A script of TRL's, or a module that stands for a command, under a launcher or Python itself."""
     if command := _module(words):
-        return _launched(command, _options(words[: words.index(command.settings.pop("program"))]))
+        return _launched(command, _options(words[: words.index(command.settings.pop("program"))]), accelerated)
     at = next((number for number, word in enumerate(words) if _SCRIPT.fullmatch(Path(word).name)), None)
     if at is None:
         return None
     trainer = _SCRIPT.fullmatch(Path(words[at]).name)[1]
     command = _with_config("trl", {"trainer": trainer.removesuffix("_modeling"), **_options(words[at + 1 :])})
-    return _launched(command, _options(words[:at]))
+    return _launched(command, _options(words[:at]), accelerated)
 
 
-def _launched(command: Command, options: Mapping[str, Any]) -> Command:
-    """A command with the processes and the file of its launcher."""
-    command.accelerate = options.get("config_file")
-    processes = options.get("num_processes") or options.get("nproc_per_node")
+def _launched(command: Command, options: dict[str, Any], accelerated: bool) -> Command:
+    """A command with the processes and the options of its launcher."""
+    command.launch = options if accelerated else {}
+    processes, nodes = options.get("num_processes") or options.get("nproc_per_node"), options.get("nnodes", 1)
+    if isinstance(processes, int) and isinstance(nodes, int):
+        processes *= nodes
+    elif nodes != 1:
+        command.environment["NNODES"] = str(nodes)
     command.environment |= {"NPROC_PER_NODE": str(processes)} if processes else {}
     return command
 
@@ -215,7 +219,7 @@ def _module(words: list[str]) -> Command | None:
 
 
 def _options(words: list[str]) -> dict[str, Any]:
-    """Arguments as argparse reads them: --key value …, --key=value, --switch."""
+    """Arguments as argparse reads them: --key value …, --key=value, --switch, --no_switch."""
     options: dict[str, Any] = {}
     key = None
     for word in words:
@@ -229,7 +233,9 @@ def _options(words: list[str]) -> dict[str, Any]:
             if "$(" in word:
                 raise InputError(f"--{key} {brief(word)}: no command is run: write its value")
             options[key].append(argument_value(word))
-    return {key: True if not values else values[0] if len(values) == 1 else values for key, values in options.items()}
+    switches = {key.removeprefix("no_"): key[:3] != "no_" for key, values in options.items() if not values}
+    given = {key: values[0] if len(values) == 1 else values for key, values in options.items() if values}
+    return switches | given
 
 
 def argument_value(word: str) -> Any:

@@ -1,5 +1,6 @@
 """Whose configuration a file or a command is, and its settings."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from hf_memopt.compatibility.foreign_files import foreign_tool
 from hf_memopt.errors import InputError, brief
-from hf_memopt.foreign.accelerate import engine_of_accelerate
+from hf_memopt.foreign.accelerate import engine_of_launch, is_launch_option, launch_file
 from hf_memopt.foreign.commands import argument_value, parse_commands
 from hf_memopt.foreign.table import Table, read_table
 from hf_memopt.foreign.translate import Translation, translate
@@ -32,7 +33,7 @@ class Source:
         path: of the file; None of a command.
         text: of the file or command.
         settings: theirs.
-        engine: ours, of the accelerate file that launches it.
+        engine: ours, of the accelerate launch that starts it.
     """
 
     path: Path | None
@@ -54,18 +55,22 @@ class Source:
     def translate(self) -> Translation:
         """Its settings in our words."""
         translation = translate(self.table, self.settings, self.path.parent if self.path else Path())
-        translation.fields = {**self.engine, **translation.fields}
+        engine = dict(self.engine)
+        precision = engine.pop("mixed_precision", None)
+        fields = translation.fields = {**engine, **translation.fields}
+        if precision in ("bf16", "fp16") and fields.get("training.bf16") is False and not fields.get("training.fp16"):
+            fields[f"training.{precision}"] = True  # a Trainer that names none takes its launcher's
         return translation
 
 
 def is_source(text: str) -> bool:
     """True if a MODEL of the command line is a file or a command of another tool rather than a model."""
-    return _is_command(text) or (Path(text).suffix.lower() in _ENDINGS and not Path(text).is_dir())
+    return _is_command(text) or (Path(text).suffix.lower() in _ENDINGS and not os.path.isdir(text))
 
 
 def _is_command(text: str) -> bool:
     words = text.split()
-    return len(words) > 1 and bool(_PROGRAMS & {Path(word).name for word in words}) and not Path(text).exists()
+    return len(words) > 1 and bool(_PROGRAMS & {Path(word).name for word in words}) and not os.path.exists(text)
 
 
 def read_source(text: str) -> Source:
@@ -89,7 +94,9 @@ def read_source(text: str) -> Source:
         raise InputError(f"{text} is no configuration of a training job of {known}; hf-memopt doctor checks others")
     if tool not in _TABLES:
         raise InputError(f"{text} is a configuration of {tool}, which is not modelled")
-    return Source(path, content, read_table(_TABLES[tool]), {str(key): value for key, value in settings.items()})
+    settings = {str(key): value for key, value in settings.items()}
+    engine = _engine(_taken_out(settings), path.parent) if tool == "TRL" else {}
+    return Source(path, content, read_table(_TABLES[tool]), settings, engine)
 
 
 def _command(path: Path | None, text: str) -> Source:
@@ -103,10 +110,25 @@ def _command(path: Path | None, text: str) -> Source:
     settings |= {f"env.{name}": argument_value(value) for name, value in command.environment.items()}
     visible, processes = command.environment.get("CUDA_VISIBLE_DEVICES", ""), settings.get("env.NPROC_PER_NODE", 1)
     more = isinstance(processes, int) and len(visible.split(",")) > processes
-    if command.tool == "ms_swift" and not command.accelerate and more:
+    if command.tool == "ms_swift" and not command.launch and more:
         settings["device_map"] = "auto"  # what ms-swift does with more devices than processes
-    engine = engine_of_accelerate(_find(command.accelerate, folder)) if command.accelerate else {}
-    return Source(path, text, read_table(command.tool), settings, engine)
+    launch = dict(command.launch)
+    if command.tool == "trl":
+        launch |= _taken_out(settings)
+    return Source(path, text, read_table(command.tool), settings, _engine(launch, folder))
+
+
+def _taken_out(settings: dict[str, Any]) -> dict[str, Any]:
+    """The options of accelerate launch among those of TRL's command, which are taken out."""
+    return {key: settings.pop(key) for key in [*settings] if is_launch_option(key)}
+
+
+def _engine(launch: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Ours of the options of accelerate launch."""
+    names = [launch.pop(key, None) for key in ("config_file", "accelerate_config")]
+    name = next(filter(None, names), None)
+    path = name and (launch_file(str(name)) or _find(str(name), folder))
+    return engine_of_launch(path, launch) if launch or path else {}
 
 
 def _named_file(name: str, folder: Path, tool: str) -> dict[str, Any]:
