@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from transformers import DeepseekV3Config
 
 from hf_memopt import plan
 from hf_memopt.engines import engine_named
+from hf_memopt.errors import MethodRefused
 from hf_memopt.estimator.accounting.ledger import Peak
 from hf_memopt.estimator.overheads import paged_on_device
 from hf_memopt.estimator.quantized_checkpoints import loading_quantization
@@ -17,8 +19,9 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.choices import list_choices
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.fallbacks import fallbacks
-from hf_memopt.planner.launch import launcher_command
+from hf_memopt.planner.launch import launch_command, launcher_command
 from hf_memopt.planner.settle import settle
+from hf_memopt.planner.streaming import weights_alone
 from hf_memopt.presets import preset_by_name
 from hf_memopt.units import GIB
 
@@ -149,3 +152,43 @@ def test_weights_are_counted_where_only_some_layers_have_the_adapted_modules():
     job = spec_job(replace(spec, lora={"target_modules": ["q_proj", "o_proj"]}))
     outside, layer = job.elements(trained=True)
     assert outside == 0 and layer > 1
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def _fp8_experts(folder) -> str:
+    config = DeepseekV3Config(
+        **dict.fromkeys(("hidden_size", "intermediate_size"), 256),
+        **{"moe_intermediate_size": 128, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "vocab_size": 1000},
+        **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+        **{"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32},
+        max_position_embeddings=256,
+        num_experts_per_tok=4,
+        quantization_config=FP8,
+    )
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "whole"), [("h100_80gb", True), ("h100_80gbx8", True), ("a100_80gb", False), ("a100_80gbx8", False)]
+)
+def test_fp8_weights_are_whole_on_every_device_that_has_the_format(hardware, whole, tmp_path):
+    spec = _settled(_fp8_experts(tmp_path), hardware, "lora", seq_len=128)
+    assert (weights_alone(spec) is not None) == whole
+    assert ("target_modules" in spec.lora) == whole
+    shards = any(engine_named(choice.strategy).shards_weights for choice in list_choices(spec))
+    assert shards == (hardware == "a100_80gbx8")
+    own = _settled(_fp8_experts(tmp_path), hardware, "lora", seq_len=128, lora={"target_modules": "all-linear"})
+    assert own.lora == {"target_modules": "all-linear"}
+
+
+@pytest.mark.slow
+def test_adapters_leave_experts_in_fp8_alone(tmp_path):
+    model = _fp8_experts(tmp_path)
+    made = plan(model, hardware="h100_80gbx2", method="lora", seq_len=128)
+    assert made.profiles and "experts in FP8" in made.notes[0]
+    assert "q_a_proj" in launch_command(made.spec, made.usual)
+    with pytest.raises(MethodRefused, match="experts that are quantized with fp8"):
+        plan(model, hardware="h100_80gb", method="lora", seq_len=128, lora={"target_modules": "all-linear"})

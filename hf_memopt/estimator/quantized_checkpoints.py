@@ -100,12 +100,26 @@ def check_quantized_training(quantization, peft_config, engine: Engine) -> None:
             f"{_AS_CONFIG}: quantized models are not fine-tuned as they are (transformers' Trainer: attach trainable "
             f"adapters): set peft_config, --method lora, or load {method} weights dequantized"
         )
-    if engine.shards_weights and method != "bitsandbytes_4bit":
-        raise MethodRefused(f"{_AS_CONFIG}: weights quantized with {method} are not sharded: strategy ddp or zero2")
-    if engine.flat_buffers and method == "torchao":
-        raise MethodRefused(f"{_AS_CONFIG}: torchao's weights lack operators that DeepSpeed calls: strategy ddp")
+    if reason := engine_refusal(quantization, engine):
+        raise MethodRefused(f"{_AS_CONFIG}: {reason}")
     if method in SCHEMES:
         _check_adapter_of_stand_ins(peft_config, method)
+
+
+def holds_fp8(config, quantization, device: Hardware) -> bool:
+    """True if a device keeps a checkpoint's FP8 weights as they are, whole: neither dequantized nor sharded."""
+    _, quantization, _ = resolve_quantization(config, quantization, device)
+    return quantization is not None and quantization_method(quantization) in ("fp8", "mxfp8")
+
+
+def engine_refusal(quantization, engine: Engine) -> str | None:
+    """The reason that an engine cannot hold quantized weights; None where it can."""
+    method = None if quantization is None else quantization_method(quantization)
+    if engine.shards_weights and method not in (None, "bitsandbytes_4bit"):
+        return f"weights quantized with {method} are not sharded: strategy ddp or zero2"
+    if engine.flat_buffers and method == "torchao":
+        return "torchao's weights lack operators that DeepSpeed calls: strategy ddp"
+    return None
 
 
 def _check_adapter_of_stand_ins(peft_config, method: str) -> None:

@@ -4,6 +4,8 @@ import os
 import warnings
 from unittest import mock
 
+from hf_memopt.errors import MethodRefused
+
 
 def add_adapters(model, config, autocast_adapter_dtype: bool = True):
     """A peft model whose base is frozen and whose adapters are trained in fp32, as peft does by default.
@@ -20,7 +22,24 @@ def add_adapters(model, config, autocast_adapter_dtype: bool = True):
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         # It also names patterns of its own making for experts that `target_modules` leaves out.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        return get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
+    _refuse_fp8_experts(adapted)
+    return adapted
+
+
+def _refuse_fp8_experts(model) -> None:
+    """Refuse factors of experts in FP8: kernels multiply with codes, which nothing can be added to, and have no
+    gradient of weights (transformers 5.24, FP8Experts).
+
+    Raises:
+        MethodRefused: a module of such experts has them.
+    """
+    for module in model.modules():
+        if hasattr(module, "parameter_name") and type(module.get_base_layer()).__name__ == "FP8Experts":
+            raise MethodRefused(
+                "adapters train experts that are quantized with fp8, as with target_modules=all-linear; name the "
+                "linear layers, as --set 'lora.target_modules=[q_proj,k_proj,v_proj,o_proj]'"
+            )
 
 
 def keep_differentiable(model) -> None:

@@ -6,18 +6,18 @@ They are not asked for before: what fits without them trains as fast, more exact
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from hf_memopt.estimator.quantized_checkpoints import holds_fp8
+from hf_memopt.estimator.smaller import EXPERTS
 from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_tasks import model_task
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS, JobFacts
 from hf_memopt.planner.choices import ZERO_OFFLOAD, available_strategies
-from hf_memopt.planner.settle import settle
+from hf_memopt.planner.settle import attention_layers, settle
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of configurations
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _ZERO_BYTES = 16  # of a weight: in 16 bits, with its gradient, fp32 master weight and states
 
 
@@ -85,17 +85,20 @@ def _in_bf16(request: JobSpec, spec: JobSpec) -> Iterator[Fallback]:
 def _quantized_experts(spec: JobSpec) -> Iterator[Fallback]:
     """Experts in 4 bits, too, which bitsandbytes leaves in 16: adapters must leave them out."""
     text = spec.config.get_text_config()
-    if spec.tool or spec.memory_args.quantized_experts or not any(getattr(text, name, None) for name in _EXPERTS):
+    if spec.tool or spec.memory_args.quantized_experts or not any(getattr(text, name, None) for name in EXPERTS):
+        return
+    if holds_fp8(spec.config, None, spec.preset.hardware):
         return
     own = "target_modules" in spec.lora or "target_parameters" in spec.lora
     if not own and isinstance(spec.hardware, Preset):  # of a recipe, whose adapters are not the plan's to change
         return
-    adapted = "" if own else f", and adapters are those of {', '.join(_ATTENTION)}"
+    attention = attention_layers(spec.config)
+    adapted = "" if own else f", and adapters are those of {', '.join(attention)}"
     yield Fallback(
         spec=replace(
             spec,
             memory_args=replace(spec.memory_args, quantized_experts=True),
-            lora=spec.lora if own else {**spec.lora, "target_modules": list(_ATTENTION)},
+            lora=spec.lora if own else {**spec.lora, "target_modules": attention},
         ),
         trying="nothing fits with experts in 16 bits: trying 4 bits",
         without=" with experts in 16 bits",

@@ -13,14 +13,18 @@ from operator import attrgetter
 from hf_memopt.errors import InputError, MethodRefused
 from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import list_architectures, load_config
-from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
+from hf_memopt.estimator.quantized_checkpoints import dequantized
+from hf_memopt.estimator.smaller import EXPERTS, is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import on_all_cores
+from hf_memopt.estimator.tracing.quantization import is_quantized
+from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, JobFacts, proposals
 from hf_memopt.planner.choice_jobs import choice_job, smallest_choices, trace_sketch
 from hf_memopt.planner.choices import Choice, available_strategies, list_choices
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.search import resident_bytes
+from hf_memopt.planner.settle import attention_layers
 from hf_memopt.planner.sketch import Sketch
 from hf_memopt.planner.streaming import excessive_weights
 from hf_memopt.planner.trl_choices import fewest_samples
@@ -257,7 +261,7 @@ def _texts(texts: list[str], before, after, choice: Choice) -> list[str]:
 
 def _smaller_models(spec: JobSpec, smallest: Choice) -> list[str]:
     """The largest smaller model of the family that fits; of a model without weights the nearest smaller sizes."""
-    named = [(f"{name} instead", replace(spec, model=name, config=load_config(name))) for name in _smaller(spec)]
+    named = [(f"{name} instead", _of_model(spec, name)) for name in _smaller(spec)]
     directions = [[(text, changed) for text, changed in named if not excessive_weights(changed)]]
     if spec.preset.method == "full" and is_from_scratch(spec.config):
         for steps in smaller_sizes(spec.config):
@@ -273,6 +277,13 @@ def _smaller_models(spec: JobSpec, smallest: Choice) -> list[str]:
     return [text for _, text in sorted(sentences.items())]
 
 
+def _of_model(spec: JobSpec, name: str) -> JobSpec:
+    config = load_config(name)
+    own = {key: value for key, value in spec.lora.items() if value != attention_layers(spec.config)}
+    quantization = spec.quantization if spec.preset.method == "qlora" else dequantized(config)
+    return replace(spec, model=name, config=config, lora=own, quantization=quantization)
+
+
 def _as_config(sizes: dict[str, int]) -> str:
     written = ", ".join(f"{name}={size}" for name, size in sizes.items())
     return f"{written} in the config.json (a smaller model, trained from scratch)"
@@ -283,20 +294,21 @@ def _of_sizes(spec: JobSpec, sizes: dict[str, int]):
 
 
 def _smaller(spec: JobSpec) -> list[str]:
-    """Bundled models of the same family with fewer weights, the largest first."""
-    family = {
-        name: _weights(config)
-        for name in list_architectures()
-        if (config := load_config(name)).model_type == spec.config.model_type
-    }
-    own = _weights(spec.config)
-    return sorted((name for name, size in family.items() if size < own), key=lambda name: (family[name], name))[::-1]
+    """Bundled models with fewer weights, the largest first: of the same family, or of the same task where it has
+    none."""
+    own, task = _weights(spec.config), infer_task(spec.config)
+    configs = {name: load_config(name) for name in list_architectures()}
+    sizes = {name: size for name, config in configs.items() if (size := _weights(config)) < own}
+    family = [name for name in sizes if configs[name].model_type == spec.config.model_type]
+    others = [name for name in sizes if infer_task(configs[name]) == task and not is_quantized(configs[name])]
+    return sorted(family or others, key=lambda name: (sizes[name], name))[::-1]
 
 
 def _weights(config) -> int:
     """About as many weights as a model has, to sort by."""
     text = config.get_text_config()
-    width, inner = getattr(text, "hidden_size", 0), getattr(text, "intermediate_size", 0) or 0
-    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    experts = next((count for name in EXPERTS if (count := getattr(text, name, None))), 1)
+    inner = (experts > 1 and getattr(text, "moe_intermediate_size", 0)) or getattr(text, "intermediate_size", 0) or 0
+    width = getattr(text, "hidden_size", 0)
     layers = getattr(text, "num_hidden_layers", 0)
     return layers * width * (4 * width + 3 * inner * experts) + text.vocab_size * width

@@ -172,7 +172,9 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     spec, search = searches[best.spec.preset.method]
     result = _make_plan(spec, search, best.profiles, rejected)
     alternatives = _methods(request, methods, searches, result.usual, say) if len(methods) > 1 else []
-    return replace(result, plain=plain_alternative(spec, search, result.usual), methods=alternatives)
+    adapted = None if spec.lora == request.lora else "adapters are those of attention: none can train experts in FP8"
+    plain = plain_alternative(spec, search, result.usual)
+    return replace(result, plain=plain, methods=alternatives, precision=adapted)
 
 
 def _fallback(request: JobSpec, searches: dict, rejected: list[Rejected], say) -> Plan | None:
@@ -249,7 +251,8 @@ def _nothing_fits(spec: JobSpec, search: Search | None, rejected: list[Rejected]
     """
     certain = search is None and _far_too_large(spec)  # which no estimate would change
     search = start_search(spec, say, smallest=True) if certain else search
-    smallest = search and (search.one_sample("none") if certain else search.smallest())
+    one = search and search.choices and search.choices[0].strategy
+    smallest = search and (search.one_sample(one) if certain else search.smallest())
     if smallest is None:
         return Plan(spec, [], rejected)
     estimate, budget = search.estimates.get(smallest), spec.memory_budget

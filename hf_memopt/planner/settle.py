@@ -5,8 +5,9 @@ from typing import Any
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.job_checks import longest_sample
-from hf_memopt.estimator.quantized_checkpoints import dequantized
-from hf_memopt.estimator.spec_job import read_model
+from hf_memopt.estimator.quantized_checkpoints import dequantized, holds_fp8
+from hf_memopt.estimator.smaller import EXPERTS
+from hf_memopt.estimator.spec_job import quantization_config, read_model
 from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS
@@ -69,12 +70,32 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
     return replace(
         spec,
         quantization=spec.quantization if method == "qlora" else dequantized(spec.config),
+        lora=_adapted(spec),
         memory=min(filter(None, limits)),
         host_memory=spec.host_memory or _host_memory(spec),
         seq_len=spec.seq_len or longest_sample(spec.config, preset.seq_len),
         effective_batch_size=batch,
         training=training,
     )
+
+
+def attention_layers(config) -> list[str]:
+    """The names of the linear layers of a model's attention."""
+    if getattr(config.get_text_config(), "kv_lora_rank", None):
+        return ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    return ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def _adapted(spec: JobSpec) -> dict[str, Any]:
+    """The adapter's fields; those of attention alone where the user left open what is adapted, and experts are in FP8,
+    which no adapter can train."""
+    text = spec.config.get_text_config()
+    opened = not {"target_modules", "target_parameters"} & spec.lora.keys()
+    if not opened or spec.preset.method == "full" or not any(getattr(text, name, None) for name in EXPERTS):
+        return spec.lora
+    if not holds_fp8(spec.config, quantization_config(spec), spec.preset.hardware):
+        return spec.lora
+    return {**spec.lora, "target_modules": attention_layers(spec.config)}
 
 
 def _host_memory(spec: JobSpec) -> HostMemory:

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from hf_memopt.estimator.quantized_checkpoints import holds_fp8
+from hf_memopt.estimator.spec_job import quantization_config
 from hf_memopt.estimator.tracing.model import count_weights, resolve_dtype
 from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import infer_task
@@ -25,11 +27,14 @@ def weights_alone(spec: JobSpec) -> tuple[int, str] | None:
         quantization says how large they are.
     """
     preset, config = spec.preset, spec.config
-    streams = spec.memory_args.weight_streaming
-    sharded = preset.processes > 1 or not preset.engine.plain or "deepspeed" in spec.training
-    if sharded or streams or is_quantized(config):
-        return None
     task = model_task(spec.task or infer_task(config))
+    if spec.memory_args.weight_streaming:
+        return None
+    if is_quantized(config) and holds_fp8(config, quantization_config(spec), preset.hardware):
+        return count_weights(config, task), "FP8 weights"
+    sharded = preset.processes > 1 or not preset.engine.plain or "deepspeed" in spec.training
+    if sharded or is_quantized(config):
+        return None
     if preset.method == "qlora":
         return count_weights(config, task) // 2, "weights in 4 bits"
     dtype = resolve_dtype(config, preset.dtype)
