@@ -69,6 +69,20 @@ def load_rows(
     return train, test, form
 
 
+def local_path(source: str) -> Path:
+    """The file or the folder of a source, which need not be there if it may be a hub name.
+
+    Raises:
+        InputError: it is no hub name and not there, or a file of no format.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() and (path.suffix in FORMATS or str(source).startswith((".", "/", "~"))):
+        raise InputError(f"data set {source!r}: no such file or folder (looked in {Path.cwd()})")
+    if path.is_file() and path.suffix not in FORMATS:
+        raise InputError(f"{path}: unknown suffix {path.suffix!r}; known are {', '.join(sorted(FORMATS))}")
+    return path
+
+
 def _without(rows, ignore: Sequence[str], source):
     """The rows without the ignored columns.
 
@@ -96,11 +110,9 @@ def _open(source, config, streaming, with_media: bool = False) -> dict:
         rows = _embedded(source)
         return {"train": rows.to_iterable_dataset() if streaming else rows}
     with as_input_error(f"data set {source!r}", Exception):
-        path = Path(source).expanduser()
+        path = local_path(source)
         if path.is_file():
             return _open_file(path, source, streaming)
-        if not path.exists() and (path.suffix in FORMATS or str(source).startswith((".", "/", "~"))):
-            raise InputError(f"data set {source!r}: no such file or folder (looked in {Path.cwd()})")
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             loaded = load_from_disk(str(path))
             splits = loaded if isinstance(loaded, dict) else {"train": loaded}
@@ -119,8 +131,6 @@ def _open_file(path: Path, source, streaming: bool) -> dict:
     """
     from datasets import Dataset, Features, IterableDataset, Json, Value, load_dataset
 
-    if path.suffix not in FORMATS:
-        raise InputError(f"{path}: unknown suffix {path.suffix!r}; known are {', '.join(sorted(FORMATS))}")
     if path.stat().st_size == 0:
         raise InputError(f"data set {source!r} is empty: the file has no rows")
     if path.suffix == ".parquet":

@@ -7,7 +7,7 @@ from hf_memopt.data.clip_folder import captioned_rows
 from hf_memopt.data.columns import MEDIA, accepted, check_columns, find_form
 from hf_memopt.data.pairs import PAIRS
 from hf_memopt.data.row_files import READERS, numbered_rows
-from hf_memopt.data.sources import FORMATS
+from hf_memopt.data.sources import local_path
 from hf_memopt.errors import InputError, listed
 
 _PAIRS, _ANSWERS = ("dpo", "reward"), ("sft",)
@@ -53,19 +53,14 @@ def find_use(source: str, task: str | None = None, with_media: bool = False) -> 
     Raises:
         InputError: nothing is there, a row cannot be read, or the recipe of the task does not train on such rows.
     """
-    path = Path(source).expanduser()
+    path = local_path(source)
     if path.is_dir():
         if not any(path.iterdir()):
             raise InputError(f"data set {source!r} is an empty folder")
         captioned = captioned_rows(path, source) if with_media else None
         return captioned and Use(task, len(captioned), media=True)
-    if not path.exists():
-        if path.suffix in FORMATS or source.startswith((".", "/", "~")):
-            raise InputError(f"data set {source!r}: no such file or folder (looked in {Path.cwd()})")
-        return None
-    if path.suffix not in FORMATS:
-        raise InputError(f"{path}: unknown suffix {path.suffix!r}; known are {', '.join(sorted(FORMATS))}")
-    return _of_rows(path, source, task, with_media) if path.suffix in READERS else None
+    readable = path.is_file() and path.suffix in READERS
+    return _of_rows(path, source, task, with_media) if readable else None
 
 
 def _of_rows(path: Path, source: str, task: str | None, with_media: bool) -> Use:
