@@ -153,7 +153,7 @@ def test_trls_tasks_are_checkpointed_by_fsdp_too(task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
-@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.sweep), "qlora"])
 def test_trls_tasks_hold_their_share_of_the_weights(strategy, method):
     """Of a trainer's copy the whole model was loaded under ZeRO-3, and kept beside its shards under FSDP2."""
     plain, sft = (

@@ -107,7 +107,7 @@ def test_losses_are_left_to_trl():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["dpo", "grpo", "reward"])
+@pytest.mark.parametrize("task", ["dpo", "grpo", pytest.param("reward", marks=pytest.mark.sweep)])
 def test_sketches_are_near_estimates(task):
     """A sketch only chooses what is estimated; where it is far off, plans are slow or miss what would fit.
     In a model as small as this one the tiles of the head, whose size has a limit, are most of it."""
