@@ -4,7 +4,7 @@
   that say "fitted to published speeds on an A100" were fitted to Mistral-7B and SantaCoder with plain kernels.
 * data/published_peaks_peft.json: PEFT's comparison of its methods, an L40S. Constants that say so were fitted to the
   half whose id has an even SHA-256. Steps there are of the mean length that PEFT published, without autocast.
-* data/published_speeds.json: nine further sources; one constant was fitted to two of their rows (FITTED_RUNS).
+* data/published_speeds.json: ten further sources; one constant was fitted to two of their rows (FITTED_RUNS).
   before_tokens_per_second is what was predicted when nobody here had seen them.
 
 A row's `stack` names what its software has and the trace has not (torch.compile, fused kernels): such rows are shown
@@ -89,7 +89,8 @@ def compare_run(row: dict) -> dict:
     from transformers import AutoConfig
 
     from hf_memopt import MemoryArguments
-    from hf_memopt.estimator import estimate
+    from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.job import describe
 
     fields = {
         "per_device_train_batch_size": row["micro_batch"],
@@ -99,7 +100,9 @@ def compare_run(row: dict) -> dict:
         **(CHECKPOINTED if row["checkpointing"] else {"activation_checkpointing": False}),
         **({row["autocast"]: True} if row["autocast"] else {}),
     }
-    config, adapter, bits = row["config"], row.get("lora"), row.get("quantization")
+    config, adapter, bits = row["config"], dict(row.get("lora") or {}), row.get("quantization")
+    autocast_adapter_dtype = adapter.pop("autocast_adapter_dtype", True)
+    storage = {"bnb_4bit_quant_storage": bits["storage"]} if bits and "storage" in bits else {}
     if isinstance(config, dict):
         sizes = dict(config)
         config = AutoConfig.for_model(sizes.pop("kind"), **sizes)
@@ -108,21 +111,23 @@ def compare_run(row: dict) -> dict:
         adapter = lora(
             adapter["r"], **{names.get(name, name): value for name, value in adapter.items() if name != "r"}
         )
-    found = estimate(
+    job = describe(
         config,
         fields,
         row["seq_len"],
         row["gpu"],
-        adapter,
-        row["dtype"],
+        peft_config=adapter or None,
+        autocast_adapter_dtype=autocast_adapter_dtype,
+        dtype=row["dtype"],
         attn_implementation=row["attention"],
-        quantization_config=four_bits(bits["double"], bits["compute"]) if bits else None,
+        quantization_config=four_bits(bits["double"], bits["compute"], **storage) if bits else None,
         kbit_preparation=bool(bits and bits["kbit"]),
         memory_args=MemoryArguments(**row["memory_arguments"]) if row.get("memory_arguments") else None,
         world_size=row["n_gpus"],
         strategy=row["strategy"],
         padded=row["padded"],
     )
+    found = estimate_job(job)
     row = {**row, "source_id": row["id"].split("-")[0]}
     fitted = row["id"] in FITTED_RUNS
     return compared(row, fitted, row["measured_tokens_per_second"], found.tokens_per_second, found.speed_kind)
@@ -135,9 +140,9 @@ def compared(row: dict, fitted: bool, measured: float, predicted: float, kind: s
     stated = find_error(kind, get_hardware(row["gpu"]))
     before = row.get("before_tokens_per_second")
     error = predicted / measured - 1
-    shown = ("id", "source_id", "gpu", "model", "method", "micro_batch", "n_gpus", "source", "stack")
+    shown = ("id", "source_id", "gpu", "model", "method", "micro_batch", "n_gpus", "source", "stack", "inferred")
     return {
-        **{name: row[name] for name in shown},
+        **{name: row[name] for name in shown if name in row},
         "kind": kind,
         "fitted": fitted,
         "measured_tokens_per_second": measured,

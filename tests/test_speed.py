@@ -25,6 +25,7 @@ from hf_memopt.planner.plan import plan
 from hf_memopt.presets import preset_by_name
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from jobs import CHECKPOINTED, four_bits
 from record import RESULTS
 from speed_published import held_out, ranked_right, stated_errors
 
@@ -113,6 +114,17 @@ def test_mfu_counts_the_models_own_flops(config):
         flops = found.mfu * found.step_seconds * device.bf16_flops
         assert flops == pytest.approx(counter.get_total_flops(), rel=0.05)  # causal attention: half of it is masked
     assert checkpointed.step_seconds > 1.1 * plain.step_seconds
+
+
+@pytest.mark.parametrize("bits", [None, four_bits()])
+def test_mfu_leaves_out_what_is_computed_again_inside_of_autograd_functions(config, bits):
+    adapter = LoraConfig(r=4, target_modules="all-linear")
+    plain, checkpointed = (
+        estimate(config, {**BF16, **more}, 128, "a100_80gb", adapter, "bfloat16", quantization_config=bits)
+        for more in ({}, CHECKPOINTED)
+    )
+    # Checkpointed, the embedding's output has a gradient, too.
+    assert checkpointed.mfu * checkpointed.step_seconds == pytest.approx(plain.mfu * plain.step_seconds, rel=0.03)
 
 
 @pytest.mark.slow

@@ -93,8 +93,13 @@ class Work:
                     _remembered.clear()
                 _remembered[shapes] = work
         if work is not None:
-            recomputed = phase == "backward" and torch.is_grad_enabled()  # backward itself records no graph
-            self.kernels[Kernel(phase == "optimizer", *work, recomputed)] += 1
+            self.kernels[Kernel(phase == "optimizer", *work, phase == "backward" and _records_graph())] += 1
+
+
+def _records_graph() -> bool:
+    """True in a forward pass, also inside of an autograd function such as bitsandbytes' 4-bit matmul: that runs without
+    gradients, but under the hooks by which torch.utils.checkpoint stops what it computes again."""
+    return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 _MOST = 100_000  # remembered calls; a trace has about a thousand different ones
