@@ -17,6 +17,7 @@ from record import kept, record
 
 from hf_memopt import MemoryArguments, estimate, get_hardware, get_preset, plan
 from hf_memopt.errors import InputError
+from hf_memopt.hardware import configure_allocator
 
 JOBS = tomllib.loads((Path(__file__).parent / "data" / "predictions.toml").read_text(encoding="utf-8"))
 TOKENS = JOBS["cards"]["tokens"]
@@ -195,6 +196,7 @@ TABLES = {"cards": cards, "clusters": clusters, "trl": trl, "plans": plans, "off
 
 
 def main(names: list[str]) -> None:
+    configure_allocator()  # the jobs run as presets' commands start them
     for name in names or TABLES:
         rows = []
         for row in TABLES[name]():

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from transformers import LlamaConfig
 from video_models import qwen2_5_vl
 
 from hf_memopt.errors import InputError
@@ -18,10 +19,12 @@ from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.suggestions import TRAINERS_ORDER, job_facts, smallest_combination
 from hf_memopt.estimator.tracing.tasks import TASKS
 from hf_memopt.estimator.trainer_job import describe_trainer
+from hf_memopt.hardware import allocator
 from hf_memopt.hardware.allocator import SPELLINGS, expands_segments
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.changes import EVAL_ACCUMULATION
 from hf_memopt.presets.build import build_preset
+from hf_memopt.units import size
 from hf_memopt.video.inputs import VideoInputs
 
 
@@ -116,7 +119,33 @@ def test_reserved_memory_is_by_the_segments_that_the_environment_asks_for(value,
     assert found.reserved_bytes["expandable"] < found.reserved_bytes["segments"]
     assert found.peak_reserved_bytes == found.reserved_bytes[kind]
     words = {"segments": "ordinary segments", "expandable": "expandable segments"}[kind]
-    assert any(words in note for note in found.notes)
+    assert any(f"allocator, with {words}" in note for note in found.notes)
+    other = {
+        "segments": "PYTORCH_ALLOC_CONF=expandable_segments:True, not set here,",
+        "expandable": "ordinary segments",
+    }
+    difference = size(found.reserved_bytes["segments"] - found.reserved_bytes["expandable"])
+    amount = f"reserve {difference} {'more' if kind == 'expandable' else 'less'}"
+    assert f"{other[kind]} would {amount}" in found.notes
+
+
+@pytest.mark.parametrize("value", [None, "expandable_segments:True", "max_split_size_mb:64"])
+def test_a_call_of_estimate_runs_with_what_its_process_sets(value, plain_environment):
+    """A preset's arguments ask for expandable segments, whatever build of torch is here; a user's own value stays."""
+    if value:
+        plain_environment.setenv("PYTORCH_ALLOC_CONF", value)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, vocab_size=3000)
+
+    def kind():
+        found = estimate(LlamaConfig(**sizes), {}, 1300, "a100_80gb")
+        assert found.reserved_bytes["expandable"] != found.reserved_bytes["segments"]
+        return next(kind for kind, reserved in found.reserved_bytes.items() if reserved == found.peak_reserved_bytes)
+
+    plain_environment.setattr(allocator, "_build_has_cuda_allocator", lambda: False)
+    expands = value == "expandable_segments:True"
+    assert kind() == ("expandable" if expands else "segments")
+    build_preset("a100_80gb", "full").apply_environment()
+    assert kind() == ("expandable" if expands or value is None else "segments")
 
 
 SCRIPT = """

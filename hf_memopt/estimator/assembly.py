@@ -41,7 +41,8 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     # What was added to the trace's peak (prefetched batches, workspaces, kept logits) is reserved too.
     added = peak.total - replayed.allocated
     reserved = {name: max(peak.total, size + added) for name, size in replayed.reserved.items()}
-    usual = reserved["expandable" if job.expandable and job.device.backend == "cuda" else "segments"]
+    expands = job.expandable and job.device.backend == "cuda"
+    usual, other = (reserved["expandable" if kind else "segments"] for kind in (expands, not expands))
     resident = usual + overheads.context(job.device)
     paged = overheads.paged_on_device(resident, peaks, job.device)
     estimate = Estimate(
@@ -56,7 +57,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
         phases=_peaks_by_phase(peaks),
         capacity_bytes=_capacity(job),
         training_arguments=written(job.fields),
-        notes=(*overheads.notes(job, traces[-1], peaks), *notes_on_engine(job, peaks)),
+        notes=(*overheads.notes(job, traces[-1], peaks, other - usual), *notes_on_engine(job, peaks)),
         reserved_bytes=reserved,
         timeline=replayed.timeline,
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hf_memopt.engines import NO_ENGINE, Engine
@@ -36,6 +36,7 @@ from hf_memopt.estimator.training_fields import (
 )
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware
+from hf_memopt.hardware.allocator import expands_segments
 from hf_memopt.hardware.attention import check_attention
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.token_budget import samples_within
@@ -77,7 +78,7 @@ class Job(ModelSettings):
         dequantized: the method of a quantized checkpoint whose weights are dequantized while they are loaded.
         real_batch: the tensors of a micro-batch that ran, in place of one of `seq_len` tokens a sample; pixels are on
             the meta device.
-        expandable: the caching allocator has expandable segments, as presets set it; PyTorch's default is without.
+        expandable: the caching allocator has expandable segments, as presets set it; by default as this process has.
     """
 
     fields: dict[str, Any]
@@ -92,7 +93,7 @@ class Job(ModelSettings):
     rank: int = 0
     dequantized: str = ""
     real_batch: dict[str, Any] | None = None
-    expandable: bool = True
+    expandable: bool = field(default_factory=expands_segments)
 
     @property
     def batch(self) -> dict:

@@ -16,7 +16,7 @@ from hf_memopt.hardware.attention import flash_attention
 from hf_memopt.hardware.measurable import show
 from hf_memopt.hardware.measured import constant, measured_on
 from hf_memopt.levers.sliding_window import has_window
-from hf_memopt.units import gib
+from hf_memopt.units import gib, size
 
 # torch has a handle for each thread that multiplies (DeviceThreadHandles.h): the main thread, and autograd's, in which
 # backward runs.
@@ -170,8 +170,12 @@ def describe_sample(job) -> str:
     return f"a sample: {video.summary(job.config)}, {video.prompt_tokens + video.answer_tokens} of text"
 
 
-def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
-    """Sentences on what the numbers do and do not cover."""
+def notes(job, trace: TraceResult, peaks: dict[str, Peak], otherwise: int) -> tuple[str, ...]:
+    """Sentences on what the numbers do and do not cover.
+
+    Args:
+        otherwise: bytes that the allocator reserves beyond the estimate's with the other kind of segments.
+    """
     lines = []
     if job.positions and job.seq_len > job.positions:
         lines.append(
@@ -197,6 +201,9 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak]) -> tuple[str, ...]:
         )
     if job.device.backend != "cpu":
         lines.extend(measured_memory(job.device, job.expandable))
+    if otherwise and job.device.backend == "cuda":
+        kind = "ordinary segments" if job.expandable else "PYTORCH_ALLOC_CONF=expandable_segments:True, not set here,"
+        lines.append(f"{kind} would reserve {size(abs(otherwise))} {'more' if otherwise > 0 else 'less'}")
     if trace.unquantized_experts:
         lines.append("the experts stay in 16 bits: only linear layers are quantized, and they are one tensor a layer")
     lines.extend(quantization_notes(job))

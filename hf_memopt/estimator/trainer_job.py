@@ -26,7 +26,6 @@ from hf_memopt.estimator.training_fields import (
     settle_engine,
 )
 from hf_memopt.hardware import Hardware, get_hardware
-from hf_memopt.hardware.allocator import expands_segments
 from hf_memopt.hardware.attention import attention_names, check_attention
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.video.inputs import VideoInputs
@@ -181,7 +180,6 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         inputs=inputs,
         eval_inputs=largest_eval_batch(trainer) if evaluates(fields) else None,
         layer_lists=layer_lists,
-        expandable=expands_segments(),
     )
 
 

@@ -12,6 +12,7 @@ SETTING = "expandable_segments:True"
 VARIABLE = "PYTORCH_ALLOC_CONF"
 # Spellings that PyTorch 2.13 still reads; a user's own value under any of them stays.
 SPELLINGS = (VARIABLE, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_left_alone = False  # asked for, by a build that has no use for it
 
 
 def configure_allocator() -> str:
@@ -27,6 +28,8 @@ def configure_allocator() -> str:
     if chosen := _chosen():
         return chosen
     if not _build_has_cuda_allocator():
+        global _left_alone
+        _left_alone = True
         return ""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -42,8 +45,10 @@ def configure_allocator() -> str:
 
 
 def expands_segments() -> bool:
-    """True if the environment turns expandable segments on, which PyTorch does not do by itself."""
-    return SETTING in _chosen().replace(" ", "")
+    """True if this process runs with expandable segments on NVIDIA's cards, which PyTorch does not turn on by itself:
+    the environment says so, or nothing and configure_allocator() was called, here perhaps on another build."""
+    chosen = _chosen()
+    return SETTING in chosen.replace(" ", "") if chosen else _left_alone
 
 
 def _chosen() -> str:

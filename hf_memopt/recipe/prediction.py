@@ -105,7 +105,6 @@ def _estimate_trainer(job: Job, trainer, batch: PeakBatch | None = None) -> Esti
     from hf_memopt.estimator.trainer_job import describe_trainer
 
     described = describe_trainer(trainer, job.preset.hardware, None, None)
-    described = replace(described, expandable=True)  # by the preset's environment
     if batch is not None:
         fields = described.fields | ({} if batch.with_gradients else {"gradient_accumulation_steps": 1})
         described = replace(described, fields=fields, seq_len=batch.shape[1], padded=is_padded(batch.tensors))
