@@ -83,6 +83,8 @@ def _truth(config, fields, peft_config=None, dtype="float32", padded=False, resu
         (_config(4, family="phi3", pad_token_id=0), {}, None, "float32", False),
         (_config(9, family="gemma3_text", head_dim=16, sliding_window=32), {}, None, "float32", False),
         (_config(4, family="mixtral", num_local_experts=4), {}, None, "float32", False),
+        # Of 16-bit log-probabilities, whose sums in 32 bits cast a copy.
+        (_config(2, 20000), {"label_smoothing_factor": 0.1}, _lora(), "bfloat16", False),
     ],
 )
 def test_within_one_percent_of_a_real_run(config, fields, lora, dtype, padded):

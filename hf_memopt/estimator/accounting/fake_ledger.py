@@ -31,6 +31,7 @@ class FakeLedger(Ledger):
     def __init__(self, padded: bool = False, accelerator: bool = False):
         super().__init__(BLOCK if accelerator else 1)
         self._padded = padded
+        self._accelerator = accelerator
         self._conditions: set[int] = set()  # allocations of booleans that say something about a whole batch
         self._python_kernels = kernels.find_python_kernels(accelerator)
         self._replaced = kernels.ON_ACCELERATOR if accelerator else kernels.ON_CPU
@@ -60,6 +61,10 @@ class FakeLedger(Ledger):
         if func in self._python_kernels:
             with self:  # a mode is off in its own handler; the operators inside are to be counted
                 return self._python_kernels[func](*args, **kwargs)
+        if (wide := kernels.reduced_in(func, args, kwargs, self._accelerator)) is not None:
+            with self:
+                reduced = func(args[0].to(wide), *args[1:], **kwargs | {"dtype": wide})
+                return reduced.to(kwargs.get("dtype") or args[0].dtype)
         if is_in_place(func, args):
             return args[0]
         before = self._allocations

@@ -100,6 +100,27 @@ ON_ACCELERATOR = {
 }
 
 
+_HALF = (torch.bfloat16, torch.float16)
+_MEANS = {_aten.mean.default, _aten.mean.dim}
+_REDUCTIONS = {_aten.sum.default, _aten.sum.dim_IntList, _aten.linalg_vector_norm.default, *_MEANS}
+
+
+def reduced_in(func, args: tuple, kwargs: dict, accelerator: bool) -> torch.dtype | None:
+    """The type to which a reduction first casts a copy of what it reduces; None where it reads that as it is.
+
+    CUDA's kernels read 16 bits and add in 32 (gpu_lowp_to_f32 in ATen/native/ReduceOpsUtils.h), others and the CPU's
+    read the type of the result. Means of 16 bits are sums in 32 on a CPU (ReduceOps.cpp).
+    """
+    if func not in _REDUCTIONS or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
+        return None
+    half, dtype = args[0].dtype in _HALF, kwargs.get("dtype") or args[0].dtype
+    if accelerator and half and dtype == torch.float32:
+        return None
+    if not accelerator and func in _MEANS and dtype in _HALF:
+        dtype = torch.float32
+    return dtype if dtype != args[0].dtype else None
+
+
 def _svd(matrix, full_matrices=False, compute_uv=True, *, driver=None):
     """LAPACK and cuSOLVER decompose a copy of the matrix (torch's BatchLinearAlgebra.cpp, BatchLinearAlgebraLib.cpp);
     their workspaces are not counted. GaLore's projections need it: thin, of one matrix."""
