@@ -71,8 +71,8 @@ def test_an_error_is_stated_by_kind_of_job(config, kind, hardware, more):
 
 
 def test_what_was_not_compared_says_so():
-    assert find_error(PCIE, get_hardware("rtx_4090")) is None
-    assert "not compared with any run" in describe_error(PCIE, get_hardware("rtx_4090"))
+    assert find_error(PCIE, get_hardware("rtx_5090")) is None
+    assert "not compared with any run" in describe_error(PCIE, get_hardware("rtx_5090"))
     assert predicted_within(None) == "predicted, not compared with any run"
     assert predicted_within(0.15) == "predicted ±15%"
 

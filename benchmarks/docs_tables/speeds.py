@@ -4,7 +4,7 @@ from docs_tables.markdown import results, table
 from speed_published import groups, held_out, summary
 
 _HEADS = ["published runs", "card family", "rows", "median error", "worst", "stated", "pairs ranked right"]
-_FAMILIES = {"8.0": "A100", "8.9": "L40S", "9.0": "H100", "12.0": "RTX PRO 6000"}
+_FAMILIES = {"8.0": "A100", "8.6": "RTX A5000", "8.9": "L40S, RTX 4090", "9.0": "H100", "12.0": "RTX PRO 6000"}
 
 
 def published_speeds() -> str:

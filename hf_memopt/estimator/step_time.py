@@ -141,8 +141,8 @@ class StepTime:
             if engine.offload == "nvme":
                 adam = self._overlapped(adam, self._disk(STEP_READS * self.trained, STEP_WRITES * self.trained))
             return there_and_back + adam
-        # The kernels read all states in turn, so the pages that left longest ago are the next: all come and go, at once:
-        # 16 GB both ways took less than 0.9 s of torchtune's 8B on an RTX 4090, whatever its matmuls reached.
+        # The kernels read all states in turn, so the pages that left longest ago are the next: all come and go, at
+        # once: 16 GB both ways took less than 0.9 s of torchtune's 8B on an RTX 4090, whatever its matmuls reached.
         paging = step.paged_bytes / self._host_link
         return step.optimizer_seconds / (1 if engine.plain else ranks) + paging
 

@@ -97,7 +97,7 @@ class Work:
 
 
 def _records_graph() -> bool:
-    """True in a forward pass, also inside of an autograd function such as bitsandbytes' 4-bit matmul: that runs without
+    """True in a forward pass, also in an autograd function such as bitsandbytes' 4-bit matmul: that runs without
     gradients, but under the hooks by which torch.utils.checkpoint stops what it computes again."""
     return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
