@@ -128,7 +128,8 @@ def settle_job(spec: JobSpec) -> JobSpec:
     spec = _with_device_count(spec)
     preset = _resolve_preset(spec)
     if spec.strategy and preset.engine.fsdp_version and (spec.world_size or preset.processes) == 1:
-        raise InputError("strategy=fsdp2 shards a model over several processes: add --world-size, or leave it out")
+        shards = f"strategy={spec.strategy} shards a model over several processes"
+        raise InputError(f"{shards}: add --world-size, or leave it out")
     if package := preset.engine.package:
         require(package, f"strategy={preset.strategy}")
     training = spec.training

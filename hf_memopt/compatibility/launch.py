@@ -20,7 +20,7 @@ def launched_strategy() -> str | None:
     """The strategy that this process was started with.
 
     Returns:
-        `ddp`, `fsdp2` (of either version), or a name as in accelerate_configs/deepspeed (zero2, zero3_offload_cpu, …);
+        `ddp`, `fsdp2` or `fsdp2_offload_cpu` (of either version), or a name as in accelerate_configs/deepspeed;
         None where the process is alone and without an engine.
     """
     engine = launched_engine()
@@ -57,10 +57,20 @@ _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOC
 
 
 def cannot_start(engine: Engine) -> str | None:
-    """The reason that DeepSpeed cannot start in this process; None where it can, or is not asked for."""
+    """The reason that the engine cannot start in this process; None where it can."""
+    if engine.fsdp_version and engine.offloads and world_size() > 1 and not _has_cpu_backend():
+        return (
+            "FSDP clips gradients that it offloads over a CPU backend, and this process has none: launch it with "
+            "`accelerate launch --use_fsdp --fsdp_offload_params true`, or set FSDP_OFFLOAD_PARAMS=true"
+        )
     if engine.deepspeed is None:
         return None
     return missing_batch_size(engine.deepspeed) or _missing_launcher()
+
+
+def _has_cpu_backend() -> bool:
+    """True if accelerate starts gloo beside NCCL: where these variables ask for it (1.15, PartialState)."""
+    return is_true(os.environ.get("FSDP_OFFLOAD_PARAMS")) or os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
 
 
 def _missing_launcher() -> str | None:

@@ -9,7 +9,10 @@ from hf_memopt.engines.mesh import MeshEngine, is_mesh
 
 __all__ = ["DDP", "FSDP", "NO_ENGINE", "DeepSpeed", "Engine", "MeshEngine", "engine_named", "engine_of_table"]
 
-_ENGINES = {"none": NO_ENGINE, "ddp": DDP(), "fsdp2": FSDP(checkpointing=True)}  # as presets.accelerate_config.FSDP2
+_ENGINES = {"none": NO_ENGINE, "ddp": DDP()}
+for _offloads in (False, True):  # as presets.accelerate_config.FSDP2
+    _engine = FSDP.of_settings({"activation_checkpointing": True, "cpu_offload": _offloads}, "")
+    _ENGINES[_engine.strategy] = _engine
 
 
 @functools.cache

@@ -56,6 +56,7 @@ class Engine:
     step_group: ClassVar[float | None] = None  # elements that the optimizer steps over at once, on each process
 
     offloads = property(lambda self: self.offload != "none")
+    offloads_alone = property(lambda self: self.offloads and not self.fsdp_version)  # one process suffices
     # Whether each process has a part of them; tensor parallelism divides all three.
     shards_weights = property(lambda self: not self.plain)
     shards_gradients = property(lambda self: self.shards_weights)
@@ -131,6 +132,11 @@ class Engine:
             trained: number of weights that are trained.
         """
         return {}
+
+    def host_bytes(self, ranks: int, loaded: float, trained: int) -> float:
+        """The bytes that one rank of an engine that offloads holds in host memory: weights in 16 bits, and fp32 weights,
+        states and gradients."""
+        return (loaded + 16 * trained) / ranks
 
     def exchanged(self, weights: float, gradients: float) -> list[Exchange]:
         """What passes between devices.

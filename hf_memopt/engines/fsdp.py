@@ -22,7 +22,7 @@ class FSDP(Engine):
     fsdp_version: int = 2
     checkpointing: bool = False
     reshards: bool = True
-    offload_params: bool = False  # weights and states are in host memory (fsdp_offload_params)
+    offload_params: bool = False  # weights, gradients and states are in host memory (fsdp_offload_params)
 
     plain: ClassVar = False
     distributed_type: ClassVar = "FSDP"
@@ -41,12 +41,14 @@ class FSDP(Engine):
         version, reshards = settings.get("version", 2), settings.get("reshard_after_forward")
         if str(version) not in ("1", "2"):
             raise InputError(f"fsdp_config.version={brief(version)} must be 1 or 2")
+        offloads = is_true(settings.get("cpu_offload"))
         return cls(
-            source=source,
+            "fsdp2_offload_cpu" if offloads else "fsdp2",
+            source,
             fsdp_version=int(version),
             checkpointing=is_true(settings.get("activation_checkpointing")),
             reshards=reshards is None or not _keeps_gathered(reshards),
-            offload_params=is_true(settings.get("cpu_offload")),
+            offload_params=offloads,
         )
 
     @property
@@ -55,19 +57,25 @@ class FSDP(Engine):
 
     label = family
     dtensor = property(lambda self: self.fsdp_version == 2)
-    gathers_to_generate = property(lambda self: "FSDP1" if self.fsdp_version == 1 else "")
+    offload = property(lambda self: "cpu" if self.offload_params else "none")
+
+    @property
+    def gathers_to_generate(self) -> str:
+        """FSDP2's weights would come from the host again for every token."""
+        return "FSDP1" if self.fsdp_version == 1 else self.strategy if self.offload_params else ""
 
     def fields(self, before):
-        return {"fsdp_config": {**fsdp_settings(None, before.get("fsdp_config")), "version": 2}}
+        settings = {"version": 2} | ({"cpu_offload": True} if self.offload_params else {})
+        return {"fsdp_config": fsdp_settings(None, before.get("fsdp_config")) | settings}
 
     def check(self, fields, world_size):
         settings = fields.get("fsdp_config") or {}
         for key in settings.keys() - _KEYS:
             raise choose("key of fsdp_config", str(key), _KEYS)
-        for key in ("cpu_offload", "xla"):
-            if is_true(settings.get(key)):
-                instead = "strategy zero3_offload_cpu" if key == "cpu_offload" else "FSDP of torch"
-                raise InputError(f"fsdp_config.{key}=true is not modelled: use {instead}, or leave it out")
+        if is_true(settings.get("xla")):
+            raise InputError("fsdp_config.xla=true is not modelled: use FSDP of torch, or leave it out")
+        if self.offload_params and self.fsdp_version == 1:
+            raise InputError("fsdp_config.cpu_offload=true with version=1 is not modelled: use version=2")
         if (policy := settings.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")) != "TRANSFORMER_BASED_WRAP":
             raise InputError(
                 f"fsdp_config.auto_wrap_policy={brief(policy)} is not modelled: use TRANSFORMER_BASED_WRAP"
@@ -86,12 +94,17 @@ class FSDP(Engine):
         """It trains in fp32 and holds frozen weights as they are loaded."""
         # accelerate.utils.fsdp_utils.fsdp2_prepare_model widens what has gradients, and nothing else.
         widened = max(0.0, 4 * trained - gradients)
+        on_device = not self.offload_params
         return {
-            "parameters": (loaded + widened) / ranks,
-            "gradients": 4 * trained / ranks,
-            "optimizer_states": 8 * trained / ranks,
+            "parameters": (loaded + widened) / ranks * on_device,
+            "gradients": 4 * trained / ranks * on_device,
+            "optimizer_states": 8 * trained / ranks * on_device,
             "communication": gathered,
         }
+
+    def host_bytes(self, ranks, loaded, trained):
+        """fp32 weights, gradients and states, and frozen weights as they are loaded."""
+        return (loaded + 14 * trained) / ranks
 
     def exchanged(self, weights, gradients):
         return [Exchange(weights)] * (2 if self.reshards else 1) + [Exchange(gradients)]

@@ -111,7 +111,9 @@ class StepTime:
         if not engine.offloads or not engine.shards_gradients:
             return micro, once
         if engine.shards_weights:
-            micro += 2 * weights / ranks / self._host_link
+            # FSDP2's fp32 weights are narrowed on the device (torch 2.13, FSDPParam.all_gather_inputs).
+            widened = 0 if self.wide or self.adapters or not engine.fsdp_version else 2 * self.trained
+            micro += 2 * (weights + widened) / ranks / self._host_link
             if engine.offload == "nvme":
                 micro += self._disk(2 * max(0.0, weights - 2 * IN_HOST * ranks), 0.0)
         return micro + self._summed_on_host(step), once
@@ -128,15 +130,18 @@ class StepTime:
         """Seconds a micro-batch in which gradients come from the host, are added to and go back.
 
         DeepSpeed keeps a process's part of them where its states are (stage3.py, partition_grads; stage_1_and_2.py
-        likewise). The first micro-batch of a step has nothing to add to, and the last copy is the optimizer's.
+        likewise). The first micro-batch of a step has nothing to add to, and the last copy is the optimizer's. FSDP2's
+        go to the host in fp32 and are added there (torch 2.13, _fsdp_collectives.foreach_reduce).
         """
+        if step.engine.fsdp_version:
+            return 4 * self.trained / self.world_size / self._host_link
         later = (step.accumulation - 1) / step.accumulation
         return later * 4 * self.trained / self.world_size / self._host_link
 
     def _optimizer(self, step: Step) -> float:
         ranks, engine = self.world_size, step.engine
         if step.optimizer_offloaded or engine.offloads:
-            there_and_back = 2 * 2 * self.trained / ranks / self._host_link
+            there_and_back = 0 if engine.fsdp_version else 2 * 2 * self.trained / ranks / self._host_link
             adam = self.trained / ranks * min(ranks, DEVICES_PER_HOST) / HOST_ADAM
             if engine.offload == "nvme":
                 adam = self._overlapped(adam, self._disk(STEP_READS * self.trained, STEP_WRITES * self.trained))

@@ -114,7 +114,7 @@ def check_fsdp(fields: dict[str, Any], strategy: str | None, world_size: int) ->
     if config and not fsdp and not asked:
         raise InputError(f"fsdp_config={brief(config)} is read under FSDP alone: use strategy fsdp2, or leave it out")
     if world_size == 1 and (asked or (fsdp and not strategy and not fields.get("deepspeed"))):
-        name = "strategy=fsdp2" if strategy else f"fsdp={brief(fsdp)}"
+        name = f"strategy={strategy}" if strategy else f"fsdp={brief(fsdp)}"
         raise InputError(f"{name} shards a model over several processes: set world_size, or leave it out")
 
 

@@ -65,7 +65,7 @@ def engine_of_launch(path: Path | None, options: Mapping[str, Any]) -> dict[str,
     if settings.get("use_deepspeed"):
         engine["training.deepspeed"] = _deepspeed(settings)
     elif settings.get("use_fsdp"):
-        engine |= _fsdp(where, settings)
+        engine |= _fsdp(settings)
     return engine
 
 
@@ -88,10 +88,10 @@ def _of_file(path: Path) -> dict[str, Any]:
     return flat | engine
 
 
-def _fsdp(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _fsdp(settings: Mapping[str, Any]) -> dict[str, Any]:
     own = {key.removeprefix("fsdp_"): value for key, value in settings.items() if key.startswith("fsdp_")}
     if not is_off(own.pop("offload_params", False)):
-        raise InputError(f"{where}: weights that FSDP offloads to the CPU are not modelled; ZeRO-3 with offload is")
+        own["cpu_offload"] = True
     if sharding := own.pop("sharding_strategy", None):  # FSDP1's word for it
         own["reshard_after_forward"] = str(sharding).lower()
     own["version"] = own.get("version", 1)

@@ -38,7 +38,7 @@ _LONGEST_PERIOD = 4  # layers after which the traced pattern repeats; the model'
 _SHARES_OF_ENGINES = (0.0, 1 / 2, 1.0)  # fewer: an estimate under an engine takes three times as long
 _STREAMED_SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the layers
 _FEW_LAYERS = 8  # a model of at most so many may checkpoint any number of them
-STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu")
+STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu", "fsdp2_offload_cpu")
 ZERO_OFFLOAD = "zero2_offload_cpu"  # stands for every offload of DeepSpeed's on one device
 
 
@@ -301,7 +301,7 @@ class SearchSpace:
         if self.spec.preset.processes == 1:
             offloads = self.spec.preset.strategy == ZERO_OFFLOAD and self.spec.strategy is None
             one = self.spec.preset.strategy
-            return [name for name in available_strategies() if engine_named(name).offloads] if offloads else [one]
+            return [name for name in available_strategies() if engine_named(name).offloads_alone] if offloads else [one]
         if self.spec.preset.strategy != "none":
             return [self.spec.preset.strategy]
         offloads = self.spec.preset.hardware.discrete_memory

@@ -29,7 +29,7 @@ def resolve_preset(hardware: str | Preset, method: str, strategy: str | None = N
     preset = preset_by_name(name, method, "none" if name == "auto" else None)
     preset = replace(preset, processes=devices, machines=_machines(devices))
     if strategy and strategy != "none":
-        if devices == 1 and not engine_named(strategy).offloads:
+        if devices == 1 and not engine_named(strategy).offloads_alone:
             raise InputError(f"strategy={strategy} connects several devices: say how many, as in {name}x2")
         preset = with_strategy(preset, strategy)
     return preset

@@ -176,8 +176,8 @@ class Sketch:
         if choice.paged:
             moved += self._states(choice)
         moved += self.streamed_bytes(choice)
-        if choice.engine.offloads:  # fp32 weights, states and gradients, and weights in 16 bits
-            moved += (16 * self.trained + self.loaded) / self.job.world_size
+        if choice.engine.offloads:
+            moved += choice.engine.host_bytes(self.job.world_size, self.loaded, self.trained)
         return int(moved)
 
     def _states(self, choice: Choice) -> float:

@@ -30,6 +30,7 @@ def accelerate_config(preset, deepspeed_file: str) -> dict:
     if engine.fsdp_version:
         # accelerate refuses the efficient loading together with torchao's fp8.
         config["fsdp_config"] = FSDP2 | ({"fsdp_cpu_ram_efficient_loading": False} if precision == "fp8" else {})
+        config["fsdp_config"]["fsdp_offload_params"] = engine.offloads
     if shared > 1:
         config["parallelism_config"] = {
             f"parallelism_config_{name}": value

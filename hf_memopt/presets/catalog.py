@@ -29,9 +29,9 @@ def list_presets() -> list[str]:
 
 
 def strategies() -> list[str]:
-    """The strategies that a preset can be asked for with, beside tpN and hsdpN: none, ddp, fsdp2 and the shipped
+    """The strategies that a preset can be asked for with, beside tpN and hsdpN: none, ddp, FSDP2's and the shipped
     DeepSpeed files."""
-    return ["none", "ddp", "fsdp2", *(file.stem for file in deepspeed_files())]
+    return ["none", "ddp", "fsdp2", "fsdp2_offload_cpu", *(file.stem for file in deepspeed_files())]
 
 
 def get_preset(name: str, method: str = "full", strategy: str | None = None, precision: str | None = None) -> Preset:

@@ -32,7 +32,7 @@ class Preset:
 
     Attributes:
         name, hardware, method: as asked for.
-        strategy: none | ddp | fsdp2 | tpN, hsdpN, tpN_hsdpM (engines.mesh) | a name in
+        strategy: none | ddp | fsdp2 | fsdp2_offload_cpu | tpN, hsdpN, tpN_hsdpM (engines.mesh) | a name in
             accelerate_configs/deepspeed.
         processes: the number of devices.
         machines: the number of machines that they are in.
@@ -160,8 +160,9 @@ class Preset:
 
             check(self.setup())
             kwargs["quantization_config"] = BitsAndBytesConfig(**self.quantization())
-            if self.hardware.backend == "cpu":
-                kwargs["device_map"] = {"": "cpu"}  # by default transformers takes the first accelerator
+            # By default transformers takes the first accelerator, which FSDP's model need not fit as a whole.
+            if self.hardware.backend == "cpu" or self.engine.fsdp_version and self.engine.offloads:
+                kwargs["device_map"] = {"": "cpu"}
         return kwargs
 
     def quantization(self) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def with_strategy(preset: Preset, strategy: str) -> Preset:
         training.pop("activation_checkpointing", None)
         training.pop("activation_checkpointing_kwargs", None)
     if training.get("optim") in BITSANDBYTES and (engine.dtensor or engine.offloads):
-        training["optim"] = "adamw_torch" if engine.offloads else "adamw_torch_fused"
+        training["optim"] = "adamw_torch" if engine.offloads and not engine.dtensor else "adamw_torch_fused"
     if engine.shards_states:
         loaded = engine.master_weights or preset.method != "full"
         dtype = _WEIGHT_DTYPES[preset.precision] if loaded else "float32"

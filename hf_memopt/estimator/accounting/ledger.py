@@ -221,6 +221,21 @@ class Ledger(TorchDispatchMode):
                 self._totals[kind] += size
                 self._total += size * ((old == HOST) - (kind == HOST))
 
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage as pinned host memory, of which torch takes powers of two (2.13,
+        ATen/core/CachingHostAllocator.h)."""
+        self.classify(tensor, HOST)
+        key = _storage(tensor)._cdata
+        if key in self._live:
+            size, kind, allocation = self._live[key]
+            rounded = 1 << (size - 1).bit_length()
+            self._live[key] = (rounded, kind, allocation)
+            self._totals[HOST] += rounded - size
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor's storage is counted as host memory."""
+        return self._live.get(_storage(tensor)._cdata, (0, None, 0))[1] == HOST
+
     def forget(self, tensor: torch.Tensor) -> None:
         """Stop counting a tensor's storage, whatever happens to it."""
         key = _storage(tensor)._cdata

@@ -52,6 +52,12 @@ FSDP2 = (
         until="UntypedStorage.resize_ can be observed",
     ),
     Names(
+        owner=f"{_SHARD}._fsdp_collectives",
+        names={"_get_param_all_gather_inputs": "fsdp_params"},
+        why="shards in host memory are copied to the device before they are gathered: in a trace both are one device",
+        until="fully_shard has a hook before the gathering",
+    ),
+    Names(
         owner=f"{_SHARD}._fsdp_param_group:FSDPParamGroup",
         names={"post_backward": "self"},
         why="gradients come to a shard without autograd's hooks",

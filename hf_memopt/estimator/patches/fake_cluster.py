@@ -143,13 +143,15 @@ def following_fsdp(ledger) -> Iterator[None]:
     """Let the ledger follow FSDP2 where dispatch modes and autograd hooks cannot.
 
     Gathered weights are freed by resizing their storage; DTensor infers a result's shape by computing it on fake
-    tensors of the unsharded size, which are not memory of the job; sharded gradients bypass autograd's hooks.
+    tensors of the unsharded size, which are not memory of the job; sharded gradients bypass autograd's hooks. Shards
+    that the ledger has on the host come to the device to be gathered, and their gradients leave it.
     """
     shard = "torch.distributed.fsdp._fully_shard"
     alloc, free = (f"{shard}._fsdp_param:{name}_storage" for name in ("alloc", "free"))
     post_backward = f"{shard}._fsdp_param_group:FSDPParamGroup.post_backward"
     find_shape = "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"
-    reduce, find = original(post_backward), original(find_shape)
+    gather_inputs = f"{shard}._fsdp_collectives:_get_param_all_gather_inputs"
+    reduce, find, inputs_of = original(post_backward), original(find_shape), original(gather_inputs)
 
     def followed(resize):
         def resize_and_follow(tensor):
@@ -165,11 +167,27 @@ def following_fsdp(ledger) -> Iterator[None]:
         finally:
             ledger.paused = before
 
+    def copied_inputs(weights):
+        return [inputs for weight in weights for inputs in copied(weight)] if on_host(weights) else inputs_of(weights)
+
+    def copied(weight):
+        with mock.patch.object(weight, "_sharded_param_data", weight._sharded_param_data.clone()):
+            return inputs_of([weight])
+
+    def on_host(weights) -> bool:
+        return any(ledger.on_host(weight.sharded_param) for weight in weights)
+
     def reduce_and_classify(group, *args, **kwargs):
         reduce(group, *args, **kwargs)
         for weight in group.fsdp_params:
-            if weight.sharded_param.grad is not None:
-                ledger.classify(weight.sharded_param.grad, "gradients")
+            gradient = weight.sharded_param.grad
+            if gradient is None or ledger.on_host(gradient):
+                continue
+            if on_host([weight]):
+                gradient._local_tensor = gradient._local_tensor.clone()
+                ledger.pin(gradient)
+            else:
+                ledger.classify(gradient, "gradients")
         # Backward begins with the head and ends with the embedding and the root's other weights, whose peaks grow
         # differently with the layers.
         beside = "the embeddings" if ledger.passed_layers() else "the head"
@@ -177,7 +195,8 @@ def following_fsdp(ledger) -> Iterator[None]:
         ledger.enter(f"{ledger.phase}: gradients of {where}", layer=layer)
 
     resized = {path: followed(original(path)) for path in (alloc, free)}
-    with all_replaced({**resized, post_backward: reduce_and_classify, find_shape: find_uncounted}):
+    moved = {gather_inputs: copied_inputs, post_backward: reduce_and_classify}
+    with all_replaced({**resized, **moved, find_shape: find_uncounted}):
         yield
 
 
@@ -294,14 +313,21 @@ class KernelAdam(torch.optim.AdamW):
 
 
 def fully_shard_model(
-    model: torch.nn.Module, layers: list[torch.nn.Module], optimizer, mesh, bf16, fp16, reshards: bool = True
+    model: torch.nn.Module,
+    layers: list[torch.nn.Module],
+    optimizer,
+    mesh,
+    bf16,
+    fp16,
+    reshards: bool = True,
+    offloads: bool = False,
 ) -> None:
     """Shard a model as accelerate does under FSDP2: layers, embedding, norm with head, then the rest.
 
     Repeats accelerate.utils.fsdp_utils.fsdp2_prepare_model (1.15), which runs on accelerators only; it can go when
     that runs on the CPU.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     compute = torch.bfloat16 if bf16 else torch.float16 if fp16 else None
     ignored = {weight for weight in model.parameters() if not weight.is_floating_point()}
@@ -310,6 +336,7 @@ def fully_shard_model(
             if weight.requires_grad and weight.dtype is not torch.float32:
                 weight.data = weight.data.float()
     settings = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(compute, compute, compute), "ignored_params": ignored}
+    settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
     names = {id(weight): name for name, weight in model.named_parameters()}
     groups = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
     for layer in layers:

@@ -151,7 +151,8 @@ def make_phase_callback(ledger: Ledger, trainer):
 
         def on_pre_optimizer_step(self, *args, **kwargs):
             for weight in trainer.model.parameters():
-                if hasattr(weight.grad, "_local_tensor"):  # DTensor gradients come without the hooks above
+                # DTensor gradients come without the hooks above
+                if hasattr(weight.grad, "_local_tensor") and not ledger.on_host(weight.grad):
                     ledger.classify(weight.grad, "gradients")
             ledger.begin("optimizer", HOST if trainer.steps_on_host else "workspace")
 

@@ -18,7 +18,7 @@ from hf_memopt.errors import InputError, one_line
 from hf_memopt.estimator.accounting.engine_tensors import tensors_in
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
 from hf_memopt.estimator.accounting.known_values import forget
-from hf_memopt.estimator.accounting.ledger import PAGED, Ledger, TraceResult
+from hf_memopt.estimator.accounting.ledger import HOST, PAGED, Ledger, TraceResult
 from hf_memopt.estimator.accounting.work import Work
 from hf_memopt.estimator.patches.fake_cluster import fake_cluster, fully_shard_model
 from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
@@ -267,23 +267,44 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
         yield
         return
 
+    on_host = job.discrete_memory and job.engine.offloads
+
     class Sharded:
         def __new__(cls, model, **_):
             layers = [layer for stack in stacks for layer in stack]
             halves = job.fields.get("bf16"), job.fields.get("fp16")
-            fully_shard_model(model, layers, trainer.optimizer, mesh, *halves, job.engine.reshards)
+            staged = _staged_shards(model, job.world_size) if on_host else 0
+            how = job.engine.reshards, job.engine.offloads
+            fully_shard_model(model, layers, trainer.optimizer, mesh, *halves, *how)
             for weight in model.parameters():
-                ledger.classify(weight, "parameters")
+                if on_host and hasattr(weight, "_local_tensor"):
+                    ledger.pin(weight)
+                else:
+                    ledger.classify(weight, "parameters")
             for layer in layers:
                 for weight in layer.parameters():
                     ledger.tag(weight, layer.place_in_model[1])
             if job.trainer is not None:
                 job.trainer.forget_weights()
             ledger.restart()  # accelerate shards on the meta device: the device never holds the whole model
+            if staged:
+                ledger.enter("load", HOST)
+                whole = torch.empty(staged, dtype=torch.uint8)
+                del whole
+                ledger.enter("start", "other")
             return model
 
     with replaced("torch.nn.parallel:DistributedDataParallel", Sharded):
         yield
+
+
+def _staged_shards(model, processes: int) -> int:
+    """Bytes of host memory in which every process holds what its shards are cut from, beside them: a quantized model,
+    or trained weights in fp32 (accelerate 1.15, fsdp2_prepare_model, fsdp2_load_full_state_dict). Frozen ones are
+    mapped from their files."""
+    if getattr(model, "is_quantized", False):  # it shrinks as its shards are made
+        return int(sum(weight.nbytes for weight in model.parameters()) * (1 - 1 / processes))
+    return sum(4 * weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
 @contextlib.contextmanager

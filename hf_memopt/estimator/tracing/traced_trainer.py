@@ -57,7 +57,8 @@ def make_trainer(job, model, args, ledger: Ledger):
         counting = functools.partial(ledger.counting_as, HOST)
         host = {"has_discrete_memory": lambda _: job.discrete_memory, "counting": counting}
         apply_to_trainer(trainer, memory_args, **host)
-    trainer.steps_on_host = job.discrete_memory and getattr(memory_args, "optimizer_cpu_offload", False)
+    by_engine = job.engine.fsdp_version and job.engine.offloads  # follow_engine() knows DeepSpeed's
+    trainer.steps_on_host = job.discrete_memory and (by_engine or getattr(memory_args, "optimizer_cpu_offload", False))
     return trainer
 
 
