@@ -53,7 +53,7 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
         fields["deepspeed"] = deepspeed_config(case["strategy"], folder)
     if sizes := engine_named(case["strategy"]).mesh(case["world_size"]):
         kwargs["distributed_config"] = DistributedConfig(**asdict(sizes))
-    quantization, adapters = qlora() if case.get("qlora") else (None, None)
+    quantization, adapters = qlora(case["strategy"]) if case.get("qlora") else (None, None)
     logged = {"logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False}
     args = TrainingArguments(folder / "out", **{**QUIET, **logged, **fields})
     quiet = MemoryArguments(oom_recovery=False, silent_mode=True, **case.get("memory", {}))
@@ -78,9 +78,10 @@ def rank_of(case: dict, rank: int, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps({"losses": losses, "tensors": peak}))
 
 
-def qlora() -> tuple:
-    """The 4-bit layers and adapters of a case."""
-    return four_bits(compute="float32"), lora(init_lora_weights=False)
+def qlora(strategy: str) -> tuple:
+    """The 4-bit layers and adapters of a case; FSDP shards floats alone."""
+    storage = {"bnb_4bit_quant_storage": "float32"} if strategy.startswith("fsdp2") else {}
+    return four_bits(compute="float32", **storage), lora(init_lora_weights=False)
 
 
 class Swapping(TrainerCallback):
@@ -114,14 +115,19 @@ def deepspeed_config(strategy: str, folder: Path) -> dict:
 def fsdp2(case: dict, trainers: list):
     """Where accelerate would wrap a model for DDP, it is sharded by accelerate's own function for FSDP2, which it
     calls for accelerators only."""
-    if case["strategy"] != "fsdp2":
+    if not case["strategy"].startswith("fsdp2"):
         yield
         return
     from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
+        # Pinned memory needs an accelerator.
+        cpu_offload=CPUOffloadPolicy(pin_memory=False) if "offload" in case["strategy"] else OffloadPolicy(),
     )
     sizes = ParallelismConfig(dp_shard_size=case["world_size"])
 

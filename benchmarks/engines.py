@@ -21,7 +21,8 @@ MODEL = {
 TOKENS, EFFECTIVE, STEPS = 64, 8, 3
 # strategy -> numbers of processes
 ENGINES = dict.fromkeys(("ddp", "zero1", "zero2", "zero3", "zero2_offload_cpu", "zero3_offload_cpu"), (2, 4))
-ENGINES |= dict.fromkeys(("zero3_offload_nvme", "fsdp2", "hsdp2", "tp2"), (2, 4)) | {"tp2_hsdp1": (4,)}
+ENGINES |= dict.fromkeys(("zero3_offload_nvme", "fsdp2", "fsdp2_offload_cpu", "hsdp2", "tp2"), (2, 4))
+ENGINES["tp2_hsdp1"] = (4,)
 
 
 def case(strategy: str, world_size: int, model: Path, **more) -> dict:
@@ -81,7 +82,7 @@ def predicted(case: dict, rank: int | None = None) -> int:
     strategy = case["strategy"]
     if strategy.startswith("zero"):
         fields["deepspeed"], strategy = deepspeed_config(strategy, Path("/")), None
-    quantization, adapters = qlora() if case.get("qlora") else (None, None)
+    quantization, adapters = qlora(case["strategy"]) if case.get("qlora") else (None, None)
     found = estimate(
         case["model"],
         fields,

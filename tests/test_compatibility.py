@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from hf_memopt.compatibility import RULES, Setup, check, launched_strategy, refusals
+from hf_memopt.compatibility.launch import cannot_start
+from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.compatibility.rules import BITSANDBYTES, BNB_8BIT, COMPILE_MODES, CUDA_GRAPHS, LAYERWISE, PACKAGES
 from hf_memopt.engines import DeepSpeed
 from hf_memopt.errors import InputError
@@ -165,6 +167,7 @@ def test_accelerate_still_replaces_8bit_optimizers_under_offload(optim, monkeypa
         ({}, None),
         ({"WORLD_SIZE": "2"}, "ddp"),
         ({"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "8"}, "fsdp2"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp2_offload_cpu"),
         (
             {
                 "ACCELERATE_USE_DEEPSPEED": "true",
@@ -186,6 +189,15 @@ def test_what_was_launched_is_read_from_the_environment(environment, strategy, m
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launched_strategy() == strategy
+
+
+def test_fsdp_clips_on_the_host_where_its_launcher_started_gloo(monkeypatch):
+    """accelerate reads the environment alone (1.15, PartialState)."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    engine = resolve_engine({"fsdp": True, "fsdp_config": {"cpu_offload": True}})
+    assert engine.strategy == "fsdp2_offload_cpu" and "--fsdp_offload_params true" in cannot_start(engine)
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    assert cannot_start(engine) is None
 
 
 def test_strategy_of_a_deepspeed_config():

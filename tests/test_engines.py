@@ -25,17 +25,18 @@ pytestmark = [pytest.mark.engines, pytest.mark.needs_compiler, pytest.mark.timeo
 # three at once were seen.
 NEAR = {"tp2": 0.15, "tp2_hsdp1": 0.15}
 # Weights on a disk come back by no checkpoint of DeepSpeed 0.19.8's.
-UNSAVED = ("fsdp2", "zero3_offload_nvme")
+UNSAVED = ("fsdp2", "fsdp2_offload_cpu", "zero3_offload_nvme")
 
 
 # One size of each in CI. The other strategies have parts of these: replicas, states alone sharded, states on
 # the host.
-USUAL = {"zero2": 2, "zero3": 4, "zero3_offload_cpu": 2, "fsdp2": 2, "hsdp2": 4, "tp2": 2}
+USUAL = {"zero2": 2, "zero3": 4, "zero3_offload_cpu": 2, "fsdp2": 2, "fsdp2_offload_cpu": 2, "hsdp2": 4, "tp2": 2}
 # Ulysses: activations of half the tokens each. Two processes: torch 2.13's exchange between some of several fails over
 # gloo, which takes their ranks for others.
 SHARED = [("zero2", 2, {})]
 SHARED += [(name, 2, {"sequence_parallel": 2, "name": f"shared-{name}"}) for name in ("zero2", "zero3")]
 QLORA = [("zero3", 2, {"qlora": True, "name": "qlora"})]
+QLORA += [("fsdp2_offload_cpu", 2, {"qlora": True, "name": "qlora-fsdp2_offload_cpu"})]
 
 
 def cases_of(item) -> list[tuple[str, int, dict]]:
@@ -103,8 +104,9 @@ def test_processes_share_the_tokens_of_a_batch(ranks, alone):
     assert shared < 0.95 * whole
 
 
-def test_layers_of_4_bits_are_gathered_by_zero_3(ranks):
-    case, _, found = ranks["qlora"]
+@pytest.mark.parametrize("name", [case["name"] for _, _, case in QLORA])
+def test_layers_of_4_bits_are_gathered(name, ranks):
+    case, _, found = ranks[name]
     for rank, reported in enumerate(found):
         assert len(reported["losses"]) == engines.STEPS
         assert reported["tensors"] == pytest.approx(engines.predicted(case, rank), rel=0.01)

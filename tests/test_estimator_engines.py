@@ -17,6 +17,7 @@ from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.assembly import missing_layers
 from hf_memopt.estimator.job import describe
 from hf_memopt.estimator.tracing import extrapolate
+from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.hardware import get_hardware
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -59,7 +60,9 @@ def test_levers_under_engines(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp2"), slow("zero2"), slow("zero3"), slow("zero3_offload_cpu")])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *map(slow, ("fsdp2", "fsdp2_offload_cpu", "zero2", "zero3", "zero3_offload_cpu"))]
+)
 def test_extending_equals_tracing_all_layers(strategy, monkeypatch):
     def found():
         fields = {**CHECKPOINTED, "bf16": True, "per_device_train_batch_size": 1}
@@ -194,6 +197,45 @@ def test_offload_moves_states_to_the_host():
     assert offloaded.host_bytes - here.host_bytes > 12 * weights / 2 - 4 * weights, "fp32 weights and two states"
     swapped = estimate(_config(), fields, 32, "a100_80gb", world_size=2, strategy="zero3_offload_nvme")
     assert swapped.breakdown["optimizer_states"] == 0
+
+
+@pytest.mark.slow
+def test_fsdp2_offloads_weights_gradients_and_states():
+    """Devices compute with copies; the host holds fp32 weights and gradients, pinned, and both states."""
+    fields = {"bf16": True, "per_device_train_batch_size": 1}
+    here, offloaded = (
+        estimate(_config(), fields, 32, "a100_80gb", dtype="bfloat16", world_size=2, strategy=strategy)
+        for strategy in ("fsdp2", "fsdp2_offload_cpu")
+    )
+    kinds = ("parameters", "gradients", "optimizer_states")
+    assert max(offloaded.breakdown[kind] for kind in kinds[1:]) == 0
+    assert offloaded.phases["optimizer"] < here.phases["optimizer"] / 4
+    assert offloaded.peak_allocated_bytes < here.peak_allocated_bytes
+    share = count_weights(_config(), "causal-lm") / 2
+    held = offloaded.host_bytes - (here.host_bytes - here.phases["load"])
+    assert 16 * share < held < 24 * share, "pinned memory is rounded up to powers of two, states are not"
+
+
+@pytest.mark.slow
+def test_a_quantized_model_is_whole_on_every_host_while_fsdp2_offloads_it():
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16")
+    settings = {"peft_config": LoraConfig(), "quantization_config": quantization, "dtype": "bfloat16"}
+    hosts = [
+        estimate(
+            _config(),
+            {"bf16": True, "per_device_train_batch_size": 1},
+            32,
+            "a100_80gb",
+            world_size=size,
+            strategy="fsdp2_offload_cpu",
+            **settings,
+        ).host_bytes
+        for size in (2, 8)
+    ]
+    assert hosts[1] == pytest.approx(hosts[0], rel=0.005)
 
 
 def test_zero_3_saves_no_packed_weights():

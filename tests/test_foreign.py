@@ -217,7 +217,10 @@ def test_ids_of_the_same_sizes_name_bundled_architectures():
     ("content", "expected"),
     [
         ("distributed_type: MULTI_GPU\nnum_processes: 2\n", {"world_size": 2}),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n", "offloads to the CPU"),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n",
+            {"training.fsdp_config": {"version": 2, "cpu_offload": True}},
+        ),
         ("distributed_type: TPU\n", "is not modelled"),
         ("a: 1\n", "is no configuration of accelerate"),
     ],

@@ -200,7 +200,7 @@ def test_the_batch_of_a_deepspeed_json_is_the_jobs():
         (["fsdp=true"], {"strategy": "ddp", "world_size": 2}, "leave one of the two out"),
         (["fsdp=true"], {"world_size": 1}, "several processes"),
         ([], {"strategy": "fsdp2", "world_size": 1}, "several processes"),
-        (["fsdp=full_shard offload"], {"world_size": 2}, "cpu_offload"),
+        (["fsdp=full_shard offload", "fsdp_config={version: 1}"], {"world_size": 2}, "use version=2"),
         (["fsdp=hybrid_shard"], {"world_size": 2}, "hsdpN"),
         (["fsdp_config={reshard_after_foward: false}"], FSDP2, "reshard_after_forward"),
         (["fsdp_config={auto_wrap_policy: SIZE_BASED_WRAP}"], FSDP2, "auto_wrap_policy"),

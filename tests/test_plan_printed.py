@@ -38,6 +38,7 @@ def _accelerate_reads(words: list[str]):
         ("a100_80gbx8", "lora", "zero3", {"use_deepspeed": True, "num_processes": 8, "zero3_init_flag": "true"}),
         ("rtx_4090x2", "lora", "ddp", {"multi_gpu": True, "num_processes": 2, "mixed_precision": "bf16"}),
         ("rtx_4090x4", "full", "fsdp2", {"use_fsdp": True, "fsdp_version": "2", "num_processes": 4}),
+        ("rtx_3090x2", "qlora", "fsdp2_offload_cpu", {"use_fsdp": True, "fsdp_offload_params": "true"}),
         ("h100_80gbx16", "full", "zero3_offload_cpu", {"use_deepspeed": True, "num_machines": 2}),
     ],
 )

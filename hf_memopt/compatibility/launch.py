@@ -70,7 +70,9 @@ def cannot_start(engine: Engine) -> str | None:
 
 def _has_cpu_backend() -> bool:
     """True if accelerate starts gloo beside NCCL: where these variables ask for it (1.15, PartialState)."""
-    return is_true(os.environ.get("FSDP_OFFLOAD_PARAMS")) or os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
+    return (
+        is_true(os.environ.get("FSDP_OFFLOAD_PARAMS")) or os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
+    )
 
 
 def _missing_launcher() -> str | None:

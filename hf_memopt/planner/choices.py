@@ -301,7 +301,9 @@ class SearchSpace:
         if self.spec.preset.processes == 1:
             offloads = self.spec.preset.strategy == ZERO_OFFLOAD and self.spec.strategy is None
             one = self.spec.preset.strategy
-            return [name for name in available_strategies() if engine_named(name).offloads_alone] if offloads else [one]
+            return (
+                [name for name in available_strategies() if engine_named(name).offloads_alone] if offloads else [one]
+            )
         if self.spec.preset.strategy != "none":
             return [self.spec.preset.strategy]
         offloads = self.spec.preset.hardware.discrete_memory

@@ -161,7 +161,7 @@ class Preset:
             check(self.setup())
             kwargs["quantization_config"] = BitsAndBytesConfig(**self.quantization())
             # By default transformers takes the first accelerator, which FSDP's model need not fit as a whole.
-            if self.hardware.backend == "cpu" or self.engine.fsdp_version and self.engine.offloads:
+            if self.hardware.backend == "cpu" or (self.engine.fsdp_version and self.engine.offloads):
                 kwargs["device_map"] = {"": "cpu"}
         return kwargs
 
