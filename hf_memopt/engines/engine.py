@@ -134,8 +134,8 @@ class Engine:
         return {}
 
     def host_bytes(self, ranks: int, loaded: float, trained: int) -> float:
-        """The bytes that one rank of an engine that offloads holds in host memory: weights in 16 bits, and fp32 weights,
-        states and gradients."""
+        """The bytes that one rank of an engine that offloads holds in host memory: weights in 16 bits, and fp32
+        weights, states and gradients."""
         return (loaded + 16 * trained) / ranks
 
     def exchanged(self, weights: float, gradients: float) -> list[Exchange]:

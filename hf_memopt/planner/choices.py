@@ -298,14 +298,11 @@ class SearchSpace:
         return [micro for micro in range(1, min(self._samples, MOST_SAMPLES) + 1) if self._samples % micro == 0]
 
     def _strategies(self) -> list[str]:
-        if self.spec.preset.processes == 1:
-            offloads = self.spec.preset.strategy == ZERO_OFFLOAD and self.spec.strategy is None
-            one = self.spec.preset.strategy
-            return (
-                [name for name in available_strategies() if engine_named(name).offloads_alone] if offloads else [one]
-            )
-        if self.spec.preset.strategy != "none":
-            return [self.spec.preset.strategy]
+        one = self.spec.preset.strategy
+        if self.spec.preset.processes == 1 and one == ZERO_OFFLOAD and self.spec.strategy is None:
+            return [name for name in available_strategies() if engine_named(name).offloads_alone]
+        if self.spec.preset.processes == 1 or one != "none":
+            return [one]
         offloads = self.spec.preset.hardware.discrete_memory
         names = [name for name in available_strategies() if offloads or not engine_named(name).offloads]
         asked = quantization_config(self.spec)
