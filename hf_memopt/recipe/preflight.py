@@ -40,6 +40,7 @@ class Launch:
         weight_bytes: of one loaded weight.
         deepspeed: its configuration; None without DeepSpeed.
         fsdp_efficient: FSDP's fsdp_cpu_ram_efficient_loading; None without FSDP.
+        fsdp_offloads: FSDP's fsdp_offload_params.
         batches: DeepSpeed's three batch sizes as TrainingArguments have them.
         parallel: sizes of the parallel dimensions that were set.
         host_free: bytes.
@@ -57,6 +58,7 @@ class Launch:
     weight_bytes: int = 2
     deepspeed: dict[str, Any] | None = None
     fsdp_efficient: bool | None = None
+    fsdp_offloads: bool = False
     batches: dict[str, int] = field(default_factory=dict)
     parallel: dict[str, int] = field(default_factory=dict)
     host_free: int = 2**62
@@ -213,7 +215,10 @@ def _host_memory(launch: Launch) -> Iterator[str]:
 def _on_host(launch: Launch, device: str) -> int:
     """Bytes that this machine's processes offload to the host or to the disk."""
     share = launch.per_host / launch.world_size
-    states = _OFFLOADED_STATES * launch.trained if launch.zero("offload_optimizer").get("device") == device else 0
+    # FSDP2's fp32 weights, gradients and states are as many.
+    by_fsdp = launch.fsdp_offloads and device == "cpu"
+    offloads = by_fsdp or launch.zero("offload_optimizer").get("device") == device
+    states = _OFFLOADED_STATES * launch.trained if offloads else 0
     weights = _OFFLOADED_WEIGHTS * launch.weights if launch.zero("offload_param").get("device") == device else 0
     return int((states + weights) * share)
 
@@ -269,6 +274,7 @@ def describe_launch(args, config, task: str, dtype: str, adapters: bool = False)
         weight_bytes=getattr(torch, dtype).itemsize,
         deepspeed=engine.deepspeed,
         fsdp_efficient=is_true(efficient) if engine.fsdp_version else None,
+        fsdp_offloads=bool(engine.fsdp_version) and engine.offloads,
         batches={
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": accumulation,
