@@ -69,7 +69,7 @@ def test_plans_without_deepspeed_leave_zero_out(without):
 
     assert "zero3" in available_strategies()
     without("deepspeed")
-    assert available_strategies() == ["ddp", "fsdp2"]
+    assert available_strategies() == ["ddp", "fsdp2", "fsdp2_offload_cpu"]
 
 
 def test_a_plan_says_that_zero_was_not_tried(without):

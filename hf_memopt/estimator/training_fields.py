@@ -4,6 +4,7 @@ import dataclasses
 from math import lcm
 from typing import Any
 
+from hf_memopt.compatibility.launch import parallel_sizes
 from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.engines import DDP, FSDP, NO_ENGINE, DeepSpeed, Engine, engine_named
 from hf_memopt.engines.deepspeed import deepspeed_config
@@ -43,6 +44,8 @@ def read_fields(args, config_class: type | None = None) -> dict[str, Any]:
         fields = newest(fields)
         if not fields.get("fsdp") and not any((fields.get("fsdp_config") or {}).values()):
             fields.pop("fsdp_config", None)  # transformers before 5.10 fills in defaults, without FSDP, too
+    if fields.get("parallelism_config") or not isinstance(args, dict):  # the launcher's is of this process alone
+        check_parallelism(parallel_sizes(fields.get("parallelism_config")))
     _check_checkpointing(fields.get("activation_checkpointing_kwargs"))
     _check_accelerator(fields.get("accelerator_config"))
     if fields.get("torch_compile_mode") or fields.get("torch_compile_backend"):
@@ -89,6 +92,20 @@ def _check_checkpointing(kwargs: Any) -> None:
             raise InputError(
                 f"activation_checkpointing_kwargs.{key}={brief(kwargs[key])} needs transformers {since} or newer, and "
                 "is ignored by this one: use checkpoint_ratio of MemoryArguments, or leave it out"
+            )
+
+
+def check_parallelism(sizes: dict[str, int]) -> None:
+    """Refuse processes that share the tokens of a sample.
+
+    Args:
+        sizes: of accelerate's ParallelismConfig.
+    """
+    for name, kind in (("sp", "sequence parallelism (Ulysses)"), ("cp", "context parallelism")):
+        if sizes.get(name, 1) > 1:
+            raise InputError(
+                f"parallelism_config.{name}_size={sizes[name]}: {kind} is not predicted: leave it out to predict "
+                "whole samples on every device"
             )
 
 

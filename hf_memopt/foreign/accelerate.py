@@ -16,10 +16,11 @@ _NEUTRAL = re.compile(
     "compute_environment|quiet|debug|main_.*|machine_rank|num_machines|same_network|rdzv_.*|gpu_ids|log_dir|role|module|"
     "no_python|max_restarts|monitor_interval|num_cpu_threads_per_process|enable_cpu_affinity|distributed_type|multi_gpu|"
     "deepspeed_(?:multinode_launcher|hostfile|exclusion_filter|inclusion_filter)|zero3_.*|gradient_.*|mixed_precision|"
-    "seq_parallel_communication_data_type|downcast_bf16|use_parallelism_config|parallelism_config_.*(?<!_size)"
+    "seq_parallel_communication_data_type|downcast_bf16|use_parallelism_config|parallelism_config_dp_shard_size|"
+    "parallelism_config_.*(?<!_size)"
 )
 _ENGINE = re.compile("num_processes|use_deepspeed|use_fsdp|zero_stage|deepspeed_config_file|offload_.*|fsdp_.*")
-_WHOLE = re.compile("parallelism_config_.*_size")  # of which 1 is none
+_WHOLE = re.compile("parallelism_config_(?!dp_shard).*_size")  # of which 1 is none
 _REFUSED = re.compile("(?:use_)?cpu|tpu.*|dynamo_.*|fp8_.*|(?:use_)?megatron_lm.*|mpirun_.*|vm|aws_.*")
 _FILES = ("accelerate_config", "config_file")
 # What a trainer has, too, is the trainer's.

@@ -15,6 +15,7 @@ from hf_memopt.packages import how_to_install, is_installed
 from hf_memopt.planner.alternatives import Alternative, Rejected
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.search import summarize
+from hf_memopt.planner.shared_samples import shared_samples_note
 from hf_memopt.planner.trl_choices import trl_space
 from hf_memopt.presets import Preset
 
@@ -110,6 +111,8 @@ class Plan:
         notes = [*memory, *filter(None, [self.precision, self.link, self._speed_note()])]
         if preset.processes > 1 and preset.strategy == "none" and not is_installed("deepspeed"):
             notes.append(f"ZeRO was not tried: deepspeed is not installed: {how_to_install('deepspeed')}")
+        if note := shared_samples_note(self.spec, self.usual.choice if self.profiles else None):
+            notes.append(note)
         if (space := trl_space(self.spec)) is not None and self.profiles:
             notes += space.notes(self.usual.choice, device)
         return notes
