@@ -12,6 +12,7 @@ from hf_memopt.hardware import get_hardware, list_hardware
 from hf_memopt.presets import METHODS, get_preset, list_presets
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.catalog import _for_device
+from hf_memopt.presets.preset import with_strategy
 
 ALL = [(name, method) for name in list_presets() for method in METHODS]
 
@@ -67,6 +68,8 @@ def test_model_and_adapter_settings(name, method):
         assert kwargs["dtype"] == "float32"
     if method == "qlora":
         assert kwargs["quantization_config"].bnb_4bit_quant_type == "nf4"
+        sharded = with_strategy(preset, "fsdp2")  # a whole model need not fit where a shard does
+        assert preset.hardware.backend in ("cpu", "mps") or sharded.model_kwargs()["device_map"] == {"": "cpu"}
 
 
 @pytest.mark.parametrize(

@@ -160,8 +160,8 @@ class Preset:
 
             check(self.setup())
             kwargs["quantization_config"] = BitsAndBytesConfig(**self.quantization())
-            # By default transformers takes the first accelerator, which FSDP's model need not fit as a whole.
-            if self.hardware.backend == "cpu" or (self.engine.fsdp_version and self.engine.offloads):
+            # By default transformers takes the process's accelerator, where FSDP's whole model need not fit.
+            if self.hardware.backend == "cpu" or self.engine.fsdp_version:
                 kwargs["device_map"] = {"": "cpu"}
         return kwargs
 

@@ -273,12 +273,14 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
         def __new__(cls, model, **_):
             layers = [layer for stack in stacks for layer in stack]
             halves = job.fields.get("bf16"), job.fields.get("fp16")
-            staged = _staged_shards(model, job.world_size) if on_host else 0
+            quantized = getattr(model, "is_quantized", False)
+            staged = _staged_shards(model, quantized) if job.discrete_memory and (on_host or quantized) else 0
             how = job.engine.reshards, job.engine.offloads
             fully_shard_model(model, layers, trainer.optimizer, mesh, *halves, *how)
             for weight in model.parameters():
                 if on_host and hasattr(weight, "_local_tensor"):
                     ledger.pin(weight)
+                    staged -= quantized * weight._local_tensor.nbytes  # it shrinks as its shards are made
                 else:
                     ledger.classify(weight, "parameters")
             for layer in layers:
@@ -298,12 +300,12 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
         yield
 
 
-def _staged_shards(model, processes: int) -> int:
-    """Bytes of host memory in which every process holds what its shards are cut from, beside them: a quantized model,
-    or trained weights in fp32 (accelerate 1.15, fsdp2_prepare_model, fsdp2_load_full_state_dict). Frozen ones are
-    mapped from their files."""
-    if getattr(model, "is_quantized", False):  # it shrinks as its shards are made
-        return int(sum(weight.nbytes for weight in model.parameters()) * (1 - 1 / processes))
+def _staged_shards(model, quantized: bool) -> int:
+    """Bytes of host memory in which every process holds what its shards are cut from: a quantized model, or trained
+    weights in fp32 (accelerate 1.15, fsdp2_prepare_model, fsdp2_load_full_state_dict). Frozen ones are mapped from
+    their files."""
+    if quantized:
+        return sum(weight.nbytes for weight in model.parameters())
     return sum(4 * weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
