@@ -274,7 +274,6 @@ _ENGINE = ("world_size", "training.deepspeed", "training.fsdp", "training.fsdp_c
         ("--dynamo_backend inductor", "dynamo_backend"),
         ("--cpu", "cpu"),
         ("--use_fsdp --parallelism_config_cp_size 2", "parallelism_config_cp_size"),
-        ("--use_fsdp --fsdp_offload_params true", "FSDP offloads"),
         ("--from_the_future 1", "from_the_future"),
     ],
 )
