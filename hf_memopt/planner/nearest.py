@@ -14,6 +14,7 @@ from hf_memopt.errors import InputError, MethodRefused
 from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.quantized_checkpoints import dequantized
+from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import EXPERTS, is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.estimator.tracing.quantization import is_quantized
@@ -98,23 +99,39 @@ def nearest_changes(spec: JobSpec, search, smallest_choice: Choice, say: Callabl
             if not any(mix is not other and mix.contains(other) for other in standing.values())
         ]
         new = [place for place in smallest[:_PROPOSED] if place not in sentences]
-        sentences |= zip(new, _confirmed([standing[place] for place in new]), strict=True)
+        for place, estimate in zip(new, _estimates([standing[place] for place in new]), strict=True):
+            sentences[place] = _sentence(standing[place], estimate)
+            if sentences[place] is None and isinstance(estimate, Estimate):
+                short = [other for other, mix in standing.items() if _falls_short(mix, standing[place], estimate)]
+                sentences |= dict.fromkeys(short)
     proposed = [text for _, text in sorted(sentences.items()) if text]
     return proposed[:_PROPOSED] + _smaller_models(spec, smallest_choice)
 
 
-def _confirmed(combinations: list[Combination]) -> list[str | None]:
-    """Each as a sentence with its estimate, or its sketch where that suffices; None where it does not fit."""
+def _estimates(combinations: list[Combination]) -> list[Estimate | InputError | None]:
+    """The estimate of each; None where its sketch suffices or it is no job."""
     jobs = {}
     for place, combination in enumerate(combinations):
         if not combination.certain:
             with contextlib.suppress(InputError):
                 jobs[place] = choice_job(combination.spec, combination.choice)
     estimates = dict(zip(jobs, estimate_jobs([*jobs.values()], on_all_cores, speed=False), strict=True))
-    return [_sentence(combination, estimates.get(place)) for place, combination in enumerate(combinations)]
+    return [estimates.get(place) for place in range(len(combinations))]
 
 
-def _sentence(combination: Combination, estimate) -> str | None:
+def _falls_short(mix: Combination, failed: Combination, estimate: Estimate) -> bool:
+    """True if a combination with shorter samples than one that failed exceeds the device, too, where its sketch is as
+    far off."""
+    alike = mix.choice.strategy == failed.choice.strategy and mix.levels == failed.levels | {
+        "length": mix.levels.get("length", 0)
+    }
+    if mix is failed or not alike or not mix.sketched or not failed.sketched:
+        return False
+    return mix.sketched * resident_bytes(failed.choice, estimate) > mix.spec.memory_budget * failed.sketched
+
+
+def _sentence(combination: Combination, estimate: Estimate | InputError | None) -> str | None:
+    """The combination with its estimate, or its sketch where that suffices; None where it does not fit."""
     spec, texts = combination.spec, list(combination.texts)
     if combination.certain:
         return f"{' and '.join(texts)}: about {gib(combination.sketched)}"
@@ -273,7 +290,8 @@ def _smaller_models(spec: JobSpec, smallest: Choice) -> list[str]:
         pending = [place for place, steps in enumerate(directions) if place not in sentences and step < len(steps)]
         steps = (directions[place][step] for place in pending)
         smaller = [Combination({}, [text], changed, smallest) for text, changed in steps]
-        sentences |= {place: text for place, text in zip(pending, _confirmed(smaller), strict=True) if text}
+        texts = map(_sentence, smaller, _estimates(smaller))
+        sentences |= {place: text for place, text in zip(pending, texts, strict=True) if text}
     return [text for _, text in sorted(sentences.items())]
 
 

@@ -70,7 +70,8 @@ class Search:
         """
         budgets = list(budgets)
         picks = self._settled(budgets)
-        if None in picks:  # the sketch may overestimate the choice that needs the least
+        # The sketch may overestimate the choice that needs the least; a host that lacks memory it does not make larger.
+        if None in picks and any(self._host_suffices(choice, self.host_bytes(choice)) for choice in self._traceable()):
             self.smallest()
             picks = self._settled(budgets)
         if (plain := self._doubtful(picks, budgets)) is not None:
@@ -110,8 +111,10 @@ class Search:
             new = list(dict.fromkeys(pick for pick in picks if pick is not None and pick not in self.estimates))
             if not new:
                 return picks
-            # The first estimate corrects the sketch of the others, so it comes alone.
-            self.estimate(new if self.estimates else new[-1:])
+            # The first estimate corrects the sketch of the others, so it comes alone; and the first of a strategy.
+            last = {choice.strategy: choice for choice in new}
+            learned = [c for c in new if c.strategy in self.host_errors or c is last[c.strategy]]
+            self.estimate(learned if self.estimates else new[-1:])
         return self._picks(budgets, sure=True)
 
     def _picks(self, budgets: list[int], sure: bool = False) -> list[Choice | None]:
@@ -165,7 +168,8 @@ class Search:
         def may_fit(choice: Choice) -> bool:
             if choice in self.estimates:
                 return self.fits(choice, budget)
-            fits = not sure and self.needs(choice) <= budget * _OPTIMISM
+            confirmed = self._keys(choice)[0] in self.sketch_errors  # an estimate of the same peak leaves no doubt
+            fits = not sure and self.needs(choice) <= budget * (1 if confirmed else _OPTIMISM)
             return fits and self._host_suffices(choice, self.host_bytes(choice))
 
         fitting = (choice for choice in filter(condition, self.choices) if may_fit(choice))
@@ -219,7 +223,7 @@ class Search:
             self.estimates[choice] = estimate
             constant, moving = self.sketch_bytes[choice]
             off = resident_bytes(choice, estimate) - constant
-            self.sketch_errors |= dict.fromkeys(_keys(choice), (off, max(1, moving)))
+            self.sketch_errors |= dict.fromkeys(self._keys(choice), (off, max(1, moving)))
             beside = max(0, estimate.host_bytes - self.sketch.host_bytes(choice))
             self.host_errors[choice.strategy] = min(beside, self.host_errors.get(choice.strategy, beside))
 
@@ -228,31 +232,32 @@ class Search:
         if estimate := self.estimates.get(choice):
             return resident_bytes(choice, estimate)
         constant, moving = self.sketch_bytes[choice]
-        off, held = next((self.sketch_errors[key] for key in _keys(choice) if key in self.sketch_errors), (0, 1))
+        off, held = next((self.sketch_errors[key] for key in self._keys(choice) if key in self.sketch_errors), (0, 1))
         # Half of a sketch's error is taken as constant, half as proportional to the micro-batch's memory.
         grown = (1 + moving / held) / 2
         return constant + off * (grown if off > 0 else min(1.0, grown))
+
+    def _keys(self, choice: Choice) -> list[tuple]:
+        """Keys that choices with similar sketch errors share, the most specific first: that of the same peak, to which
+        what they differ in adds nothing."""
+        kind = "none" if not choice.checkpointed else "all" if choice.checkpointed == 1 else "some"
+        levers = (choice.chunked_loss, choice.compressed, choice.activations_offloaded, choice.inputs_offloaded)
+        levers += (choice.streamed,)
+        states = (choice.optim, choice.optimizer_offloaded, choice.in_backward, choice.trl.precomputed, choice.trl.sleeps)
+        return [
+            (choice.strategy, states, kind, self.sketch_bytes[choice]),
+            (choice.strategy, states, levers, kind, choice.checkpointed),
+            (choice.strategy, states, levers, kind),
+            (choice.strategy, states, choice.chunked_loss, kind),
+            (choice.strategy, states, kind),
+            (choice.strategy, kind),
+            (choice.strategy,),
+        ]
 
 
 def resident_bytes(choice: Choice, estimate: Estimate) -> int:
     """Bytes of the device for which there must be room."""
     return estimate.device_bytes - choice.paged * estimate.paged_bytes
-
-
-def _keys(choice: Choice) -> list[tuple]:
-    """Keys that choices with similar sketch errors share, the most specific first."""
-    kind = "none" if not choice.checkpointed else "all" if choice.checkpointed == 1 else "some"
-    levers = (choice.chunked_loss, choice.compressed, choice.activations_offloaded, choice.inputs_offloaded)
-    levers += (choice.streamed,)
-    states = (choice.optim, choice.optimizer_offloaded, choice.in_backward, choice.trl.precomputed, choice.trl.sleeps)
-    return [
-        (choice.strategy, states, levers, kind, choice.checkpointed),
-        (choice.strategy, states, levers, kind),
-        (choice.strategy, states, choice.chunked_loss, kind),
-        (choice.strategy, states, kind),
-        (choice.strategy, kind),
-        (choice.strategy,),
-    ]
 
 
 def summarize(choice: Choice) -> str:
