@@ -1,9 +1,11 @@
 """`hf-memopt plan`: the fastest settings that fit, or the most frames of a video."""
 
+import shlex
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_memopt.cli.answer import paragraph
+from hf_memopt.cli.answer import command_lines, paragraph
 from hf_memopt.cli.cards import CardOptions, run_cards
 from hf_memopt.cli.estimate import import_libraries, settle_job
 from hf_memopt.cli.foreign import plan_edits
@@ -69,6 +71,9 @@ def run_plan(
     after = paragraph(f"wrote {', '.join(written)}") if written else []
     if source and plan.profiles:
         after += diff.splitlines() or paragraph(f"{source.label} has these settings already")
+    words = ["hf-memopt", *sys.argv[1:]]
+    if spec.quick and "--quick" in words:
+        after += command_lines(shlex.join(word for word in words if word != "--quick"), "next")
     print_plan(plan, amount, verbose, after)
     return 0 if plan.profiles else 1
 

@@ -137,6 +137,14 @@ def plan(
     samples: Samples = None,
     price: Price = None,
     stack: Stack = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Answer by a sketch, in a fraction of the time: YES or NO, probably. Without it every answer is "
+            "estimated. Example: hf-memopt plan llama-3.1-8b --hardware rtx_4090 --quick",
+        ),
+    ] = False,
     verbose: Verbose = False,
     json: Json = False,
 ) -> None:
@@ -156,6 +164,9 @@ def plan(
     if any_card and (frames is not None or longest):
         limit = "--frames" if frames is not None else "--seq-len"
         raise InputError(f"{limit} max is counted for one card: name it with --hardware")
+    estimated = {"--hardware any": any_card, "--frames max": frames, "--seq-len max": longest, "--export": export}
+    for name in (name for name, value in estimated.items() if quick and value):
+        raise InputError(f"--quick is for a first answer about one card, and {name} needs estimates: leave one out")
     if frames is not None and task is not None:
         raise InputError(f"--frames max counts the frames of videos: leave --task {task} out")
     one_card = {"--memory": memory, "--strategy": strategy, "--export": export, "--price": price, "--dataset": dataset}
@@ -202,7 +213,7 @@ def plan(
         host_memory=host_memory and HostMemory(int(host_memory * GIB), "--host-memory", assumed=False),
         task=task,
     )
-    spec = replace(spec, dataset=dataset)
+    spec = replace(spec, dataset=dataset, quick=quick)
     if source is not None:
         if export:
             raise InputError("--export writes files of the recipes: hf-memopt migrate FILE DIR does so of a file")

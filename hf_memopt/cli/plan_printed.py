@@ -25,7 +25,7 @@ def print_plan(plan, amount: AmountOptions, verbose: bool, after: list[str]) -> 
     """Print a plan: its usual profile, what else would do, why not the rest, and the command.
 
     Args:
-        after: lines that follow: what was written, the diff of another tool's file.
+        after: lines that follow: what was written, the diff of another tool's file, what to ask next.
     """
     if verbose:
         _print_tables(plan, amount)
@@ -33,7 +33,7 @@ def print_plan(plan, amount: AmountOptions, verbose: bool, after: list[str]) -> 
     elif plan.profiles:
         _print_usual(plan, amount, after)
     else:
-        _print_nothing(plan)
+        _print_nothing(plan, after)
 
 
 def _print_usual(plan, amount: AmountOptions, after: list[str]) -> None:
@@ -41,7 +41,7 @@ def _print_usual(plan, amount: AmountOptions, after: list[str]) -> None:
     estimate = profile.estimate
     took = amount.time_and_cost(estimate, spec.effective_batch_size, spec.preset.processes)
     head = [
-        *paragraph(f"YES, with {spec.preset.method}: {_asked(spec)}"),
+        *paragraph(f"YES, {'probably, ' * spec.quick}with {spec.preset.method}: {_asked(spec)}"),
         *memory_bar(estimate),
         *paragraph(profile.summary, "with"),
         *speed_lines(estimate, took, amount, spec.effective_batch_size),
@@ -55,12 +55,12 @@ def _print_usual(plan, amount: AmountOptions, after: list[str]) -> None:
     print_answer(head, [*others, *one_each("not", map(_why_not, plan.rejected))], [*tail, *after])
 
 
-def _print_nothing(plan) -> None:
+def _print_nothing(plan, after: list[str]) -> None:
     head = [
-        *paragraph(f"NO: {_asked(plan.spec)}: {_missing(plan)}"),
+        *paragraph(f"NO{', probably' * plan.spec.quick}: {_asked(plan.spec)}: {_missing(plan)}"),
         *(line for change in plan.nearest for line in paragraph(change, "fits")),
     ]
-    print_answer(head, one_each("not", map(_why_not, plan.rejected)), note_lines(plan.notes))
+    print_answer(head, one_each("not", map(_why_not, plan.rejected)), [*note_lines(plan.notes), *after])
 
 
 def _asked(spec) -> str:

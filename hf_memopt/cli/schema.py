@@ -119,7 +119,7 @@ def _profiles() -> dict[str, Any]:
     from hf_memopt.planner.alternatives import Alternative, Rejected
 
     alternative = _object(**_properties(Alternative))
-    return _object(
+    answer = _object(
         model=_TEXT,
         method=_TEXT,
         hardware=_TEXT,
@@ -140,6 +140,8 @@ def _profiles() -> dict[str, Any]:
         durations={"type": "object", "additionalProperties": _duration()},
         edits=_or_none(_object(keys=_ANY, diff=_TEXT)),
     )
+    answer["properties"]["quick"] = {"const": True, "description": "by sketches; absent of other plans"}
+    return answer
 
 
 def _profile() -> dict[str, Any]:

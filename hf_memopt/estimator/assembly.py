@@ -51,11 +51,11 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
         device_bytes=resident + paged,
         paged_bytes=paged,
         host_bytes=overheads.host_bytes(peaks, job, usual - peak.total, logits),
-        phase=_phase(segment),
+        phase=phase_of(segment),
         estimated=job.in_words(traces[-1].attention),
         breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
         phases=_peaks_by_phase(peaks),
-        capacity_bytes=_capacity(job),
+        capacity_bytes=capacity(job),
         training_arguments=written(job.fields),
         notes=(*overheads.notes(job, traces[-1], peaks, other - usual), *notes_on_engine(job, peaks)),
         reserved_bytes=reserved,
@@ -65,7 +65,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     return estimate
 
 
-def _capacity(job: Job) -> int | None:
+def capacity(job: Job) -> int | None:
     """The memory that the device offers to the job, or the limit that the job sets itself."""
     limit = getattr(job.memory_args, "max_memory_bytes", None)
     sizes = [size for size in (job.device.memory, limit) if size is not None]
@@ -113,7 +113,7 @@ def _replay(trace: TraceResult, period: int, added: int, job: Job, peak: int) ->
     )
 
 
-def _phase(segment: str) -> str:
+def phase_of(segment: str) -> str:
     """The phase that a segment's name begins with."""
     phase = segment.split(":")[0]
     return "load" if phase == "start" else phase
@@ -122,7 +122,7 @@ def _phase(segment: str) -> str:
 def _peaks_by_phase(peaks: dict[str, Peak]) -> dict[str, int]:
     """The peak of every phase; 0 where the job has none, and no entry for those of trainers that generate."""
     by_phase = {
-        phase: max((peak.total for segment, peak in peaks.items() if _phase(segment) == phase), default=0)
+        phase: max((peak.total for segment, peak in peaks.items() if phase_of(segment) == phase), default=0)
         for phase in _PHASES
     }
     return {phase: size for phase, size in by_phase.items() if size or phase not in (WEIGHT_SYNC, *ROLLOUT_PHASES)}

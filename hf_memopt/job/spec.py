@@ -67,6 +67,7 @@ class JobSpec:
         frozen: parts of a video model that are not trained.
         dataset: that the launch command trains on, as its user writes it.
         streaming: a plan may keep frozen weights in host memory.
+        quick: a plan answers by its sketches.
         tool: whose configuration it was read from; what that leaves out, TrainingArguments decide, and no preset.
     """
 
@@ -98,6 +99,7 @@ class JobSpec:
     frozen: tuple[str, ...] = ()
     dataset: str | None = None
     streaming: bool = False
+    quick: bool = False
     tool: Tool | None = None
 
     @property

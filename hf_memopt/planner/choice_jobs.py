@@ -66,6 +66,19 @@ def smallest_choices(choices: list[Choice]) -> list[Choice]:
     return [choice for choice in choices if (choice.micro_batch, choice.checkpointed) == (fewest, checkpointed)]
 
 
+def sketchable(choices: list[Choice]) -> list[Choice]:
+    """The choices whose devices hold whole models.
+
+    Raises:
+        InputError: there are none.
+    """
+    plain = [choice for choice in choices if choice.engine.plain]
+    if not plain:
+        names = ", ".join(sorted({choice.strategy for choice in choices}))
+        raise InputError(f"strategy={names}: only an estimate tells what sharded models need: leave quick out")
+    return plain
+
+
 def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = False) -> Search | None:
     """The search over all choices; None where compatibility leaves none.
 
@@ -75,13 +88,15 @@ def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = Fal
     choices = list_choices(spec)
     if not choices:
         return None
+    if spec.quick:
+        choices = sketchable(choices)
     choices = smallest_choices(choices) if smallest else choices
     how = "with" if smallest else "with and without"
     say(f"tracing {spec.preset.method} training {how} activation checkpointing")
     sketch = trace_sketch(spec, choices)
     if (space := trl_space(spec)) is not None and space.colocates:
         choices = _with_shares(spec, choices, sketch)
-    return Search(choices, sketch, lambda choice: choice_job(spec, choice), say, spec.host_memory)
+    return Search(choices, sketch, lambda choice: choice_job(spec, choice), say, spec.host_memory, quick=spec.quick)
 
 
 def _with_shares(spec: JobSpec, choices: list[Choice], sketch: Sketch) -> list[Choice]:

@@ -39,6 +39,7 @@ def plan(
     memory_args: MemoryArguments | None = None,
     quantization: dict | None = None,
     host_memory: int | None = None,
+    quick: bool = False,
     say: Callable[[str], None] = lambda text: None,
     **more,
 ) -> Plan:
@@ -60,6 +61,8 @@ def plan(
         quantization: BitsAndBytesConfig fields of QLoRA that the plan keeps.
         host_memory: bytes of host memory that one process may use; by default what is free on this machine
             (hardware="auto"), or what a small box with the device has.
+        quick: answer by sketches, from a few traces and without an estimate of what is chosen. Engines that shard a
+            model, streamed weights, and what would fit where nothing does, only estimates tell.
         say: called with a line for each thing that takes time.
         more: further fields of JobSpec: video, frozen, task, attn_implementation, dtype, padded, packed. With task
             dpo, kto, reward, grpo, rloo or sft the job is that of TRL's trainer, and `training` has the fields of its
@@ -84,6 +87,7 @@ def plan(
             memory_args=memory_args or MemoryArguments(),
             quantization=quantization or {},
             host_memory=host,
+            quick=quick,
             **more,
         ),
         say,
@@ -163,7 +167,7 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
         if instead := _fallback(request, searches, rejected, say):
             return instead
         nearest: list[str] = []
-        if streamed := _streamed(searches, rejected, nearest, say):
+        if not request.quick and (streamed := _streamed(searches, rejected, nearest, say)):
             return streamed
         method = [*searches][-1]
         return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods))
@@ -259,7 +263,8 @@ def _nothing_fits(spec: JobSpec, search: Search | None, rejected: list[Rejected]
     if estimate and search.needs(smallest) <= budget:
         change = f"--host-memory {-(-estimate.host_bytes // GIB)}"
         return Plan(spec, [], rejected, estimate.host_bytes - spec.host_memory.bytes, [change])
-    nearest = [*nearest, *nearest_changes(spec, search, smallest, say)]
+    if not spec.quick:
+        nearest = [*nearest, *nearest_changes(spec, search, smallest, say)]
     return Plan(spec, [], rejected, int(search.needs(smallest)) - budget, nearest)
 
 
@@ -278,6 +283,8 @@ def _methods(request: JobSpec, methods, searches, profile: Profile, say) -> list
     """Every method that fits the memory of a profile, with its settings; by sketches but for the profile's own."""
     alternatives = []
     for method in methods:
+        if method not in searches and request.quick:
+            continue  # a trace more
         if method not in searches:
             try:
                 spec = settle(request, method)

@@ -19,6 +19,8 @@ from hf_memopt.planner.shared_samples import shared_samples_note
 from hf_memopt.planner.trl_choices import trl_space
 from hf_memopt.presets import Preset
 
+QUICK_NOTE = "a sketch TBD"
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -108,7 +110,8 @@ class Plan:
         preset = self.spec.preset
         device = preset.hardware
         memory = measured_memory(device, expandable=True) if measured_on(device) else ()
-        notes = [*memory, *filter(None, [self.precision, self.link, self._speed_note()])]
+        quick = QUICK_NOTE if self.spec.quick else None
+        notes = [*memory, *filter(None, [quick, self.precision, self.link, self._speed_note()])]
         if preset.processes > 1 and preset.strategy == "none" and not is_installed("deepspeed"):
             notes.append(f"ZeRO was not tried: deepspeed is not installed: {how_to_install('deepspeed')}")
         if note := shared_samples_note(self.spec, self.usual.choice if self.profiles else None):
@@ -148,4 +151,5 @@ class Plan:
             "missing_bytes": self.missing_bytes,
             "nearest": self.nearest,
             "notes": self.notes,
+            **({"quick": True} if self.spec.quick else {}),
         }

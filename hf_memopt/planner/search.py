@@ -13,6 +13,7 @@ from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.sketch import Sketch, caution
+from hf_memopt.planner.sketched import sketched_estimate
 
 # No dearer choice is taken for a smaller gain: two published runs of one model and method on one card are off by this
 # much against each other, in the median of 96 pairs (3.8 %, benchmarks/results/speed_published.json).
@@ -33,6 +34,7 @@ class Search:
         choices: the preferred ones first (Cost.rank).
         host_memory: what a process may use on the host; None where that is not known. What is only assumed rules out
             choices that offload, and not a model on its way to the device.
+        quick: the sketch, with its caution, stands for the estimates, too.
         estimates: choice -> its estimate; None where the job cannot be traced.
         sketch_bytes: choice -> its sketch's bytes, and those that grow with the micro-batch.
         sketch_errors: what estimates exceed their sketches by, and the bytes that grow, by _keys(). Searches on other
@@ -44,6 +46,7 @@ class Search:
     build: Callable[[Choice], Job]
     say: Callable[[str], None]
     host_memory: HostMemory | None = None
+    quick: bool = False
     estimates: dict[Choice, Estimate | None] = field(default_factory=dict)
     sketch_bytes: dict[Choice, tuple[int, int]] = field(default_factory=dict)
     sketch_errors: dict[tuple, tuple[int, int]] = field(default_factory=dict)
@@ -56,7 +59,9 @@ class Search:
         self.choices = sorted(self.choices, key=self._rank.__getitem__)
         for choice in self.choices:
             if choice not in self.sketch_bytes:
-                self.sketch_bytes[choice] = self.sketch.device_bytes(choice)
+                fixed, moving = self.sketch.device_bytes(choice)
+                factor = caution(self.sketch.job.device) if self.quick else 1
+                self.sketch_bytes[choice] = int(fixed * factor), int(moving * factor)
         suffices = {choice: self._host_suffices(choice, self.sketch.host_bytes(choice)) for choice in self.choices}
         self.short_of_host = [choice for choice in self.choices if not suffices[choice]]
         self.choices = [choice for choice in self.choices if suffices[choice]]
@@ -70,7 +75,7 @@ class Search:
         """
         budgets = list(budgets)
         picks = self._settled(budgets)
-        # The sketch may overestimate the choice that needs the least; a host that lacks memory it does not make larger.
+        # The sketch may overestimate the choice that needs the least, but not what the host has.
         if None in picks and any(self._host_suffices(choice, self.host_bytes(choice)) for choice in self._traceable()):
             self.smallest()
             picks = self._settled(budgets)
@@ -99,7 +104,7 @@ class Search:
     @property
     def caution(self) -> float:
         """The factor of sketches, as long as no estimate corrects them."""
-        return 1.0 if self.sketch_errors else caution(self.sketch.job.device)
+        return 1.0 if self.sketch_errors or self.quick else caution(self.sketch.job.device)
 
     def is_plain(self, choice: Choice) -> bool:
         """True if it neither uses host memory nor rounds more than the method and the user's settings do."""
@@ -210,6 +215,9 @@ class Search:
         Raises:
             InputError: none of several choices can be estimated: it is not the choice.
         """
+        if self.quick:
+            self.estimates |= {choice: self._sketched_estimate(choice) for choice in new}
+            return
         for number, choice in enumerate(new, 1):
             of = f" {number} of {len(new)}" if len(new) > 1 else ""
             self.say(f"estimating{of}: {summarize(choice)}")
@@ -227,6 +235,10 @@ class Search:
             beside = max(0, estimate.host_bytes - self.sketch.host_bytes(choice))
             self.host_errors[choice.strategy] = min(beside, self.host_errors.get(choice.strategy, beside))
 
+    def _sketched_estimate(self, choice: Choice) -> Estimate:
+        device_bytes, _ = self.sketch_bytes[choice]
+        return sketched_estimate(self.sketch, choice, self.build(choice), device_bytes, self.seconds[choice])
+
     def needs(self, choice: Choice) -> float:
         """Bytes of the device: the estimate, or the sketch corrected by the nearest estimate's error."""
         if estimate := self.estimates.get(choice):
@@ -243,7 +255,8 @@ class Search:
         kind = "none" if not choice.checkpointed else "all" if choice.checkpointed == 1 else "some"
         levers = (choice.chunked_loss, choice.compressed, choice.activations_offloaded, choice.inputs_offloaded)
         levers += (choice.streamed,)
-        states = (choice.optim, choice.optimizer_offloaded, choice.in_backward, choice.trl.precomputed, choice.trl.sleeps)
+        states = (choice.optim, choice.optimizer_offloaded, choice.in_backward)
+        states += (choice.trl.precomputed, choice.trl.sleeps)
         return [
             (choice.strategy, states, kind, self.sketch_bytes[choice]),
             (choice.strategy, states, levers, kind, choice.checkpointed),

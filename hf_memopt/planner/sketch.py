@@ -134,7 +134,7 @@ class Sketch:
         Args:
             length: of samples, relative to the job's.
         """
-        segments = [(name, *self._segment(name, choice)) for name in self.plain[0].peaks]
+        segments = [(name, *_split(self.kinds(name, choice))) for name in self.plain[0].peaks]
         engine = self._engine_bytes(choice)
         sizes = [(fixed + engine * (not choice.trl.sleeps), moving * length) for _, fixed, moving in segments]
         if choice.trl.sleeps:  # vLLM is there while the model waits
@@ -182,7 +182,15 @@ class Sketch:
 
     def _states(self, choice: Choice) -> float:
         """Bytes of Adam's states."""
-        return 8 * self.trained * (_STATES_8BIT if "8bit" in choice.optim else 1)
+        return 8 * self.trained * (self._states_8bit if "8bit" in choice.optim else 1)
+
+    @functools.cached_property
+    def _states_8bit(self) -> float:
+        """Bytes of 8-bit states, of fp32 ones: transformers has bitsandbytes keep embeddings' in 32 bits."""
+        text = self.job.config.get_text_config()
+        embedded = getattr(text, "vocab_size", 0) * getattr(text, "hidden_size", 0)
+        share = min(embedded, self.job.elements(trained=True)[0]) / max(1, self.trained)
+        return share + (1 - share) * _STATES_8BIT
 
     def paged_bytes(self, choice: Choice) -> float:
         """Bytes of optimizer states that come to the device and leave it in every step, for lack of memory."""
@@ -206,8 +214,8 @@ class Sketch:
         layers, outside = self._streamed
         return outside + layers * (choice.streamed or 1)
 
-    def _segment(self, name: str, choice: Choice) -> tuple[float, float]:
-        """The bytes that a segment holds whatever the micro-batch is, and those that its samples take.
+    def kinds(self, name: str, choice: Choice) -> dict[str, float]:
+        """The bytes that a segment holds at its peak, by kind.
 
         Of what grows with depth a second sample adds the activations: the rest, as autocast's copies of weights,
         cannot be compressed or moved.
@@ -223,8 +231,7 @@ class Sketch:
                 kinds[kind] = kinds.get(kind, 0) + share * size
             growing += share * (double.growing[name] - single.growing[name]) * samples
         self._change(kinds, growing, choice, name)
-        moving = kinds.get("activations", 0) + kinds.get("logits", 0) + kinds.get("other", 0)
-        return sum(kinds.values()) - moving, moving
+        return kinds
 
     def _change(self, kinds: dict[str, float], growing: float, choice: Choice, name: str) -> None:
         """Change one device's memory as levers and engines do."""
@@ -246,7 +253,7 @@ class Sketch:
             activations -= growing * choice.checkpointed
         kinds["activations"] = max(0, activations)
         if "8bit" in choice.optim and "8bit" not in str(self.job.fields.get("optim")):
-            kinds["optimizer_states"] = kinds.get("optimizer_states", 0) * _STATES_8BIT
+            kinds["optimizer_states"] = kinds.get("optimizer_states", 0) * self._states_8bit
         if choice.optimizer_offloaded or choice.paged:
             kinds["optimizer_states"] = 0
         if choice.in_backward:  # of one weight at a time, the largest of which is outside the layers
@@ -279,6 +286,12 @@ class Sketch:
             samples = [max(traced.growing.values(), default=0) for traced in (single, double)]
             growing += share * (samples[1] - samples[0]) * self.samples(choice)
         return growing
+
+
+def _split(kinds: dict[str, float]) -> tuple[float, float]:
+    """Bytes that there are whatever the micro-batch is, and those that its samples take."""
+    moving = kinds.get("activations", 0) + kinds.get("logits", 0) + kinds.get("other", 0)
+    return sum(kinds.values()) - moving, moving
 
 
 def _line(single: dict[str, int], double: dict[str, int], samples: float) -> dict[str, float]:
