@@ -275,6 +275,21 @@ def test_a_model_that_is_moved_or_converted():
             move()
 
 
+@pytest.mark.slow
+def test_of_half_the_layers_an_estimate_holds_half():
+    def weights(ratio: float | None) -> int:
+        streamed = {} if ratio is None else {"weight_streaming": True, "weight_streaming_ratio": ratio}
+        fields = {"per_device_train_batch_size": 1, "bf16": True, "activation_checkpointing": True}
+        lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+        job = {"peft_config": lora, "memory_args": MemoryArguments(**streamed)}
+        return estimate("llama-3.1-8b", fields, 512, "rtx_4090", **job).breakdown["parameters"]
+
+    whole, half, quarter, none = map(weights, (None, 0.5, 0.75, 1.0))
+    layer = (whole - none) / 32
+    assert half == pytest.approx(none + 16 * layer, abs=4 * layer)
+    assert quarter == pytest.approx(none + 8 * layer, abs=4 * layer)
+
+
 def test_what_is_refused():
     on = MemoryArguments(weight_streaming=True)
     assert list(refusals(on, {}, engine_named("ddp"))) == []

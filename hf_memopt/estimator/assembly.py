@@ -26,7 +26,8 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     Raises:
         ImpossibleEstimate: what comes out contradicts itself, or the model.
     """
-    peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], not job.engine.flat_buffers)
+    moments = [trace.moments for trace in traces]
+    peaks = extrapolate_peaks(job.config, depths, moments, not job.engine.flat_buffers, job.unlike_layers)
     _limit_optimizer_group(peaks, traces[-1], job, depths[-1])
     overheads.add_prefetched(peaks, job)
     logits = traces[-1].kept_logits

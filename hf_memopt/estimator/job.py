@@ -231,8 +231,15 @@ class Job(ModelSettings):
         if not adapts_layers_alike(self.peft_config, layers):
             return (layers,)
         period = checkpointing_period(self.fields, self.memory_args)
-        depths = shallow_depths(self.config, self._fewest_layers(), period)
+        depths = shallow_depths(self.config, max(self._fewest_layers(), 2 * self.unlike_layers), period)
         return depths if self._grows_linearly(depths) else (layers,)
+
+    @property
+    def unlike_layers(self) -> int:
+        """The first period of layers where only some layers' weights are streamed: while the lowest of these runs
+        backward, none below it is fetched. 0 where all layers are alike."""
+        streamed = checkpointing_period({}, self.memory_args) if self.memory_args is not None else 1
+        return streamed if streamed > 1 and self.memory_args.weight_streaming else 0
 
     def _grows_linearly(self, depths: tuple[int, ...]) -> bool:
         """True if the shallow models' numbers of weights extend to the number at the model's own depth. False

@@ -74,7 +74,8 @@ def throughput(
     taken = kernel_seconds(kernels, job.device, main_attention(job))
     recomputed = Counter({kernel: count for kernel, count in kernels.items() if kernel.recomputed})
     again = kernel_seconds(recomputed, job.device, main_attention(job)).micro
-    peaks = extrapolate_peaks(job.config, depths, [trace.moments for trace in traces], not job.engine.flat_buffers)
+    moments = [trace.moments for trace in traces]
+    peaks = extrapolate_peaks(job.config, depths, moments, not job.engine.flat_buffers, job.unlike_layers)
     micro_seconds = taken.micro / micro_batches
     accumulation = job.fields["gradient_accumulation_steps"]
     step = Step(

@@ -108,7 +108,7 @@ def with_depth(config, depth: int):
 
 
 def extrapolate_peaks(
-    config, depths: Sequence[int], moments: Sequence[dict[Moment, Peak]], by_layer: bool = True
+    config, depths: Sequence[int], moments: Sequence[dict[Moment, Peak]], by_layer: bool = True, unlike: int = 0
 ) -> dict[str, Peak]:
     """Peaks per segment at the model's own depth: of every moment's line through both depths, the highest. A line
     through the peaks of two moments would be neither's.
@@ -118,10 +118,11 @@ def extrapolate_peaks(
         moments: Moment -> Peak at each depth.
         by_layer: each run of a phase, and each layer in it, is a moment of its own. Not where buckets fill across
             layers and groups of weights follow each other in more runs of a deeper model, as DeepSpeed's do.
+        unlike: the first layers, in whose backward pass less is held than in that of those above (Job.unlike_layers).
     """
     if len(depths) == 1:
         return highest((moment.segment, peak) for moment, peak in moments[0].items())
-    prefix, _ = _pattern(config.get_text_config(), count_layers(config))
+    prefix = max(unlike - 1, _pattern(config.get_text_config(), count_layers(config))[0])
     low, high = (
         highest(_placed(by_moment, depth, depths[0], prefix, by_layer))
         for by_moment, depth in zip(moments, depths, strict=True)
