@@ -19,7 +19,11 @@ from hf_memopt.planner.shared_samples import shared_samples_note
 from hf_memopt.planner.trl_choices import trl_space
 from hf_memopt.presets import Preset
 
-QUICK_NOTE = "a sketch TBD"
+# benchmarks/results/quick_plans.json; of speed, without Gemma 3 and DPO of a small model from -9 to +8 %.
+QUICK_NOTE = (
+    "a sketch: of 22 settings of quick plans memory was off by -3% to +8% of the estimate, speed by -63% to +8%; "
+    "leave quick out for the estimate"
+)
 
 
 @dataclass(frozen=True)
