@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_memopt.planner.choices import Choice
-from hf_memopt.planner.nearest import Combination, _confirmed, _needs
+from hf_memopt.planner.nearest import Combination, _estimates, _falls_short, _needs, _sentence
 from hf_memopt.units import GIB
 
 ZERO3 = Choice("zero3", 1, 16, 1.0, "adamw_torch_fused", "bfloat16")
@@ -37,4 +37,17 @@ def test_only_deepspeed_far_below_the_limit_needs_no_estimate(choice, gibs, cert
 
 
 def test_a_sketch_says_about():
-    assert _confirmed([combination(ZERO3, 16 * GIB)]) == ["8 × cards, strategy zero3: about 16.00 GiB"]
+    certain = combination(ZERO3, 16 * GIB)
+    assert _estimates([certain]) == [None]
+    assert _sentence(certain, None) == "8 × cards, strategy zero3: about 16.00 GiB"
+
+
+def test_shorter_samples_of_what_failed_by_far_are_not_tried():
+    """Its sketch said 10 GiB and its estimate 40: shorter samples, sketched with 8, need 32 of 20."""
+    failed = combination(ZERO3, 10 * GIB)
+    shorter = replace(failed, levels=failed.levels | {"length": 1}, sketched=8 * GIB)
+    by_far, by_little = (SimpleNamespace(device_bytes=size * GIB, paged_bytes=0) for size in (40, 22))
+    assert _falls_short(shorter, failed, by_far) and not _falls_short(shorter, failed, by_little)
+    assert not _falls_short(replace(shorter, choice=replace(ZERO3, strategy="fsdp2")), failed, by_far)
+    assert not _falls_short(replace(shorter, levels={"devices": 2, "length": 1}), failed, by_far)
+    assert not _falls_short(failed, failed, by_far)
