@@ -47,6 +47,7 @@ def test_where_nothing_fits_the_answer_says_how_much_is_missing(job, monkeypatch
     assert not quick.profiles and quick.missing_bytes > 0 and not quick.nearest
 
 
+@pytest.mark.slow
 def test_sharded_models_are_left_to_estimates(job):
     pytest.importorskip("deepspeed")
     with pytest.raises(InputError, match="strategy=zero3: only an estimate"):
@@ -55,7 +56,10 @@ def test_sharded_models_are_left_to_estimates(job):
 
 @pytest.mark.parametrize(
     ("memory", "verdict"),
-    [("8", "YES, probably, with lora"), pytest.param("0.2", "NO, probably: ", marks=pytest.mark.slow)],
+    [
+        pytest.param("8", "YES, probably, with lora", marks=pytest.mark.slow),
+        pytest.param("0.2", "NO, probably: ", marks=pytest.mark.slow),
+    ],
 )
 def test_the_answer_says_that_it_is_a_sketch(memory, verdict, tmp_path, monkeypatch, capsys):
     from hf_memopt.cli.app import main
