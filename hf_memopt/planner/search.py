@@ -150,7 +150,9 @@ class Search:
     def smallest(self) -> Choice | None:
         """The choice that needs the least memory, by estimates of those with the smallest sketches."""
         for _ in range(_LOOKS):
-            smallest = min(self._traceable(), key=lambda c: (self.needs(c), self._rank[c]), default=None)
+            # Of one peak the choice that is estimated says it for all.
+            order = {choice: (self.needs(choice), choice not in self.estimates) for choice in self._traceable()}
+            smallest = min(order, key=lambda choice: (*order[choice], self._rank[choice]), default=None)
             if smallest is None or smallest in self.estimates:
                 return smallest
             # The sketch may overestimate, so one sample with every layer checkpointed is estimated beside it.
