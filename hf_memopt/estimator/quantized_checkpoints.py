@@ -108,8 +108,9 @@ def check_quantized_training(quantization, peft_config, engine: Engine) -> None:
 
 def holds_fp8(config, quantization, device: Hardware) -> bool:
     """True if a device keeps a checkpoint's FP8 weights as they are, whole: neither dequantized nor sharded."""
-    _, quantization, _ = resolve_quantization(config, quantization, device)
-    return quantization is not None and quantization_method(quantization) in ("fp8", "mxfp8")
+    if quantization_method(getattr(config, _AS_CONFIG, None)) not in ("fp8", "mxfp8"):
+        return False
+    return resolve_quantization(config, quantization, device)[1] is not None
 
 
 def engine_refusal(quantization, engine: Engine) -> str | None:
