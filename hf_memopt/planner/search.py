@@ -76,12 +76,13 @@ class Search:
         budgets = list(budgets)
         picks = self._settled(budgets)
         # The sketch may overestimate the choice that needs the least, but not what the host has.
-        if None in picks and any(self._host_suffices(choice, self.host_bytes(choice)) for choice in self._traceable()):
+        if None in picks and any(self._host_has(choice) for choice in self._traceable()):
             self.smallest()
             picks = self._settled(budgets)
-        if (plain := self._doubtful(picks, budgets)) is not None:
-            self.estimate([plain])
-            picks = self._settled(budgets)
+        for doubted in (self._doubtful, self._kept_out):
+            if (choice := doubted(picks, budgets)) is not None:
+                self.estimate([choice])
+                picks = self._settled(budgets)
         return picks
 
     def _doubtful(self, picks: list[Choice | None], budgets: list[int]) -> Choice | None:
@@ -91,6 +92,17 @@ class Search:
             return None
         without = [budget for pick, budget in zip(picks, budgets, strict=True) if not (pick and self.is_plain(pick))]
         return smallest if any(budget < self.needs(smallest) <= budget * _DOUBT for budget in without) else None
+
+    def _kept_out(self, picks: list[Choice | None], budgets: list[int]) -> Choice | None:
+        """A choice that is faster and simpler than a pick, and does not fit by the error of other kinds alone."""
+        for pick, budget in zip(picks, budgets, strict=True):
+            for choice in self.choices[: self.choices.index(pick)] if pick else ():
+                known = choice in self.estimates or any(key in self.sketch_errors for key in self._keys(choice)[:3])
+                if known or choice.engine.flat_buffers or self._price(choice)[:3] >= self._price(pick)[:3]:
+                    continue
+                if self.sketch_bytes[choice][0] <= budget < self.needs(choice) and self._host_has(choice):
+                    return choice
+        return None
 
     def sketched(self, budget: int) -> Choice | None:
         """The fastest choice that fits a budget, by the sketch and the estimates made so far; one that needs host
@@ -177,7 +189,7 @@ class Search:
                 return self.fits(choice, budget)
             confirmed = self._keys(choice)[0] in self.sketch_errors  # an estimate of the same peak leaves no doubt
             fits = not sure and self.needs(choice) <= budget * (1 if confirmed else _OPTIMISM)
-            return fits and self._host_suffices(choice, self.host_bytes(choice))
+            return fits and self._host_has(choice)
 
         fitting = (choice for choice in filter(condition, self.choices) if may_fit(choice))
         if (fastest := next(fitting, None)) is None:
@@ -195,7 +207,7 @@ class Search:
     def fits(self, choice: Choice, budget: int) -> bool:
         """True if a choice fits by its estimate, or else by its sketch."""
         if choice not in self.estimates:
-            return self.needs(choice) <= budget and self._host_suffices(choice, self.host_bytes(choice))
+            return self.needs(choice) <= budget and self._host_has(choice)
         estimate = self.estimates[choice]
         if estimate is None or resident_bytes(choice, estimate) > budget:
             return False
@@ -206,6 +218,9 @@ class Search:
         if estimate := self.estimates.get(choice):
             return estimate.host_bytes
         return self.sketch.host_bytes(choice) + self.host_errors.get(choice.strategy, 0)
+
+    def _host_has(self, choice: Choice) -> bool:
+        return self._host_suffices(choice, self.host_bytes(choice))
 
     def _host_suffices(self, choice: Choice, host_bytes: int) -> bool:
         host = self.host_memory
