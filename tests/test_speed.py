@@ -17,7 +17,16 @@ from hf_memopt.estimator.accounting.work import Kernel, extended
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.duration import parse_count, predicted_within, run_duration, training_steps
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
-from hf_memopt.estimator.speed_errors import ADAPTERS, DENSE, ERRORS, NODES, PCIE, describe_error, find_error
+from hf_memopt.estimator.speed_errors import (
+    ADAPTERS,
+    DENSE,
+    ERRORS,
+    NODES,
+    OFFLOADED,
+    PCIE,
+    describe_error,
+    find_error,
+)
 from hf_memopt.estimator.throughput import speed_note, unknown_rates
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.catalog import catalog
@@ -60,6 +69,7 @@ def test_published_runs_are_ranked_as_they_were_measured():
         (DENSE, "a100_80gb", {}),
         (ADAPTERS, "a100_80gb", {"peft_config": LoraConfig(r=4, target_modules="all-linear")}),
         (NODES, "a100_80gb", {"world_size": 16, "strategy": "ddp"}),
+        (OFFLOADED, "a100_80gb", {"memory_args": MemoryArguments(activation_offload=True)}),
         slow(PCIE, "rtx_4090", {"world_size": 2, "strategy": "fsdp2"}),
     ],
 )

@@ -13,6 +13,8 @@ SHORT = 2048  # tokens of a micro-batch, below which launching takes longer than
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 DENSE, MOE, ADAPTERS = "dense models", "mixtures of experts", "adapters in short batches"
 PCIE, NODES = "models sharded over PCIe", "several nodes"
+OFFLOADED = "weights, optimizer states or activations in host memory"  # no run of these was compared
+_OFFLOADS = ("weight_streaming", "optimizer_cpu_offload", "activation_offload")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ ERRORS = (
 
 def job_kind(job: Job) -> str:
     """The kind of a job, by what bounds its speed."""
+    if job.engine.offloads or any(getattr(job.memory_args, name, False) for name in _OFFLOADS):
+        return OFFLOADED
     if job.world_size > DEVICES_PER_HOST:
         return NODES
     box = box_of(job.device)

@@ -21,6 +21,9 @@ COMPRESSION_ON_CPU = 0.44
 # 90 % of the time of one that does not, and a little less than that for the features that the other may have.
 COMPLEXITY = 1.125
 ENGINE = 1.02  # a sharding engine brings settings, checkpoints and failures of its own, which DDP has not
+# An engine that keeps weights or optimizer states in host memory: no published run of one was compared with its
+# predicted speed, and those that share PCIe were off by up to 73 % (benchmarks/results/speed_published.json).
+UNCOMPARED = 1.5
 LEVER = 1.002  # for every memory feature, so that of equally fast choices the one with fewest is chosen
 
 
@@ -105,7 +108,7 @@ class Cost:
     def rank(self, choice: Choice) -> float:
         """The sort key: the step's time with penalties for rounding, offloading and, a little, for a sharding engine
         and every feature."""
-        engine = 1.0 if choice.engine.plain else ENGINE
+        engine = 1.0 if choice.engine.plain else ENGINE * (UNCOMPARED if choice.engine.offloads else 1.0)
         return self.step(choice) * engine * COMPLEXITY**choice.complexities * LEVER**choice.levers
 
     def _micro(self, choice: Choice) -> float:
