@@ -91,7 +91,8 @@ def test_what_was_not_compared_says_so():
 @pytest.mark.parametrize(
     ("hardware", "strategy"), [("rtx_4090", None), slow("a100_80gbx4", "ddp"), slow("a100_80gbx4", "zero2")]
 )
-def test_estimate_and_plan_predict_the_same_speed(config, hardware, strategy):
+def test_estimate_and_plan_predict_the_same_speed(config, hardware, strategy, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as presets do
     made = plan(config, hardware, effective_batch_size=8, seq_len=128, method="full", strategy=strategy)
     profile, spec = made.profiles[0], made.spec
     again = estimate(

@@ -29,6 +29,7 @@ from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, find_task, in
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.training_fields import (
     check_fsdp,
+    check_parallelism,
     checkpointing_period,
     evaluates,
     read_fields,
@@ -333,6 +334,7 @@ def describe(
     settings["frozen"] = tuple(settings.get("frozen") or ())
     settings["dtype"] = resolve_dtype(config, settings.get("dtype", "auto"))
     fields = read_fields(args, config_class)
+    check_parallelism(fields, launched=not isinstance(args, dict))
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     check_fsdp(fields, strategy, world_size)
     fields, engine = settle_engine(fields, strategy, world_size)

@@ -21,6 +21,7 @@ from hf_memopt.estimator.tracing.segments import repeated_layers
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.estimator.training_fields import (
+    check_parallelism,
     evaluates,
     read_trainer_fields,
     settle_engine,
@@ -152,7 +153,9 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
     for name in attention_names(read_config(model)):
         check_attention(name, device)
     world_size = world_size or trainer.args.world_size
-    fields, engine = settle_engine(read_trainer_fields(trainer), strategy, world_size)
+    fields = read_trainer_fields(trainer)
+    check_parallelism(fields, launched=True)
+    fields, engine = settle_engine(fields, strategy, world_size)
     check_liger(fields, device)
     engine.check(fields, world_size)
     check_held(trainer, engine)

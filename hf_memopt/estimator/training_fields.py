@@ -44,8 +44,6 @@ def read_fields(args, config_class: type | None = None) -> dict[str, Any]:
         fields = newest(fields)
         if not fields.get("fsdp") and not any((fields.get("fsdp_config") or {}).values()):
             fields.pop("fsdp_config", None)  # transformers before 5.10 fills in defaults, without FSDP, too
-    if fields.get("parallelism_config") or not isinstance(args, dict):  # the launcher's is of this process alone
-        check_parallelism(parallel_sizes(fields.get("parallelism_config")))
     _check_checkpointing(fields.get("activation_checkpointing_kwargs"))
     _check_accelerator(fields.get("accelerator_config"))
     if fields.get("torch_compile_mode") or fields.get("torch_compile_backend"):
@@ -95,12 +93,14 @@ def _check_checkpointing(kwargs: Any) -> None:
             )
 
 
-def check_parallelism(sizes: dict[str, int]) -> None:
-    """Refuse processes that share the tokens of a sample.
+def check_parallelism(fields: dict[str, Any], launched: bool) -> None:
+    """Refuse to predict processes that share the tokens of a sample.
 
     Args:
-        sizes: of accelerate's ParallelismConfig.
+        launched: the fields are this process's, whose launcher may have said so, too.
     """
+    config = fields.get("parallelism_config")
+    sizes = parallel_sizes(config) if config or launched else {}
     for name, kind in (("sp", "sequence parallelism (Ulysses)"), ("cp", "context parallelism")):
         if sizes.get(name, 1) > 1:
             raise InputError(

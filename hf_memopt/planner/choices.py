@@ -11,6 +11,7 @@ from typing import Any
 
 from hf_memopt.compatibility.setup import refusals as setup_refusals
 from hf_memopt.engines import Engine, engine_named
+from hf_memopt.errors import InputError
 from hf_memopt.estimator.quantized_checkpoints import engine_refusal, resolve_quantization
 from hf_memopt.estimator.spec_job import quantization_config
 from hf_memopt.estimator.tracing.extrapolate import count_layers, layer_period
@@ -306,7 +307,10 @@ class SearchSpace:
         offloads = self.spec.preset.hardware.discrete_memory
         names = [name for name in available_strategies() if offloads or not engine_named(name).offloads]
         asked = quantization_config(self.spec)
-        _, quantization, _ = resolve_quantization(self.spec.config, asked, self.spec.preset.hardware)
+        try:
+            _, quantization, _ = resolve_quantization(self.spec.config, asked, self.spec.preset.hardware)
+        except InputError:  # which is said when the job is described
+            return names
         return [name for name in names if not engine_refusal(quantization, engine_named(name))]
 
     def _checkpointing(self, strategy: str) -> list[tuple[float, bool]]:

@@ -38,6 +38,7 @@ _SHORTEST = 128  # tokens
 _LENGTHS = (1, 2, 4, 8, 16)  # samples are so many times shorter
 _DEVICES = (1, 2, 4, 8)  # times as many
 _ROUNDS = 3  # of estimates
+_DOUBT = 2.0  # of small models, what an estimate says of longer samples is off by nearly as much
 _MOST_CHANGES = 3  # in a combination
 _PROPOSED = 4  # combinations
 # Of a device's memory: a sketch that fits so much less needs no estimate of DeepSpeed. Sketches were low by up to 17 %
@@ -127,7 +128,7 @@ def _falls_short(mix: Combination, failed: Combination, estimate: Estimate) -> b
     }
     if mix is failed or not alike or not mix.sketched or not failed.sketched:
         return False
-    return mix.sketched * resident_bytes(failed.choice, estimate) > mix.spec.memory_budget * failed.sketched
+    return mix.sketched * resident_bytes(failed.choice, estimate) > _DOUBT * mix.spec.memory_budget * failed.sketched
 
 
 def _sentence(combination: Combination, estimate: Estimate | InputError | None) -> str | None:
