@@ -43,10 +43,10 @@ def test_a_sketch_says_about():
 
 
 def test_shorter_samples_of_what_failed_by_far_are_not_tried():
-    """Its sketch said 10 GiB and its estimate 40: shorter samples, sketched with 8, need 32 of 20."""
+    """Its sketch said 10 GiB and its estimate 60: shorter samples, sketched with 8, need 48 of 20."""
     failed = combination(ZERO3, 10 * GIB)
     shorter = replace(failed, levels=failed.levels | {"length": 1}, sketched=8 * GIB)
-    by_far, by_little = (SimpleNamespace(device_bytes=size * GIB, paged_bytes=0) for size in (40, 22))
+    by_far, by_little = (SimpleNamespace(device_bytes=size * GIB, paged_bytes=0) for size in (60, 22))
     assert _falls_short(shorter, failed, by_far) and not _falls_short(shorter, failed, by_little)
     assert not _falls_short(replace(shorter, choice=replace(ZERO3, strategy="fsdp2")), failed, by_far)
     assert not _falls_short(replace(shorter, levels={"devices": 2, "length": 1}), failed, by_far)
