@@ -36,6 +36,10 @@ def pytest_configure(config):
     and need what their launcher has set."""
     for name in _foreign():
         del os.environ[name]
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
     if config.option.markexpr != "cuda":  # the same tests, with the same numbers, on every machine
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["DS_ACCELERATOR"] = "cpu"
