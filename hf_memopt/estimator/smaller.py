@@ -10,7 +10,7 @@ from hf_memopt.estimator.model_sizes import check_sizes
 
 # Fields of a configuration that are not sizes of the model.
 _NO_SIZES = ("model_type", "architectures", "transformers_version", "dtype", "_name_or_path", "source")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DEPTH_SHARES = (3 / 4, 1 / 2, 1 / 4)  # of the model's layers
 _HALVINGS = 3  # at most, of the width or of the experts
 
@@ -92,13 +92,19 @@ def is_from_scratch(config) -> bool:
     return not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir())
 
 
+def find_experts(config) -> str | None:
+    """The field with the number of experts in each layer of a configuration's text model; None where it has none."""
+    text = config.get_text_config()
+    return next((name for name in _EXPERTS if getattr(text, name, None)), None)
+
+
 def smaller_sizes(config) -> Iterator[list[dict[str, int]]]:
     """Changes for with_sizes(), a list for each way to shrink a model, the smallest step first."""
     text = config.get_text_config()
     layers = text.num_hidden_layers
     yield [{"num_hidden_layers": int(layers * share)} for share in _DEPTH_SHARES if layers * share >= 1]
     yield list(_narrower(text))
-    if experts := next((name for name in EXPERTS if getattr(text, name, None)), None):
+    if experts := find_experts(config):
         active, number = getattr(text, "num_experts_per_tok", None) or 1, getattr(text, experts)
         fewer = [number // 2**power for power in range(1, _HALVINGS + 1)]
         yield [{experts: count} for count in fewer if count >= max(1, active)]

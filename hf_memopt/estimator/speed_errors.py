@@ -7,7 +7,7 @@ tests/test_speed.py compares). Where there is no such row, a prediction was comp
 from dataclasses import dataclass
 
 from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.smaller import EXPERTS
+from hf_memopt.estimator.smaller import find_experts
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST, Hardware, box_of
 
 SHORT = 2048  # tokens of a micro-batch, below which launching takes longer than computing with adapters
@@ -52,7 +52,7 @@ def job_kind(job: Job) -> str:
     box = box_of(job.device)
     if job.engine.shards_weights and not (box.switched or box.meshed):
         return PCIE
-    if any(getattr(job.config.get_text_config(), name, None) for name in EXPERTS):
+    if find_experts(job.config):
         return MOE
     if job.peft_config is not None and (job.micro_batch_tokens or SHORT) < SHORT:
         return ADAPTERS

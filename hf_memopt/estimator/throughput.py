@@ -44,6 +44,19 @@ class Throughput:
     speed_kind: str
     speed_error: float | None
 
+    @classmethod
+    def of(cls, job: Job, seconds: float, mfu: float | None) -> "Throughput":
+        """The speed of a job whose optimizer step takes so many seconds."""
+        tokens, kind = job.micro_batch_tokens, job_kind(job)
+        error = find_error(kind, job.device)
+        return cls(
+            step_seconds=seconds,
+            tokens_per_second=tokens and tokens * job.fields["gradient_accumulation_steps"] * job.world_size / seconds,
+            mfu=mfu,
+            speed_kind=kind,
+            speed_error=error and error.error,
+        )
+
 
 def counted_job(job: Job) -> Job | None:
     """The job whose trace has the kernels: of sharded engines the same on one device, without the engine. None where
@@ -92,15 +105,8 @@ def throughput(
     loaded = max(peak.by_kind.get("parameters", 0) for peak in peaks.values())
     seconds = StepTime.of(job, outside + layer * layers, loaded).seconds(step)
     flops = sum(count * kernel.flops for kernel, count in kernels.items() if not kernel.recomputed) / micro_batches
-    peak, tokens = peak_rate(job.device), job.micro_batch_tokens
-    error = find_error(kind := job_kind(job), job.device)
-    return Throughput(
-        step_seconds=seconds,
-        tokens_per_second=tokens and tokens * accumulation * job.world_size / seconds,
-        mfu=peak and accumulation * flops / seconds / peak,
-        speed_kind=kind,
-        speed_error=error and error.error,
-    )
+    peak = peak_rate(job.device)
+    return Throughput.of(job, seconds, mfu=peak and accumulation * flops / seconds / peak)
 
 
 def main_attention(job: Job) -> str | None:

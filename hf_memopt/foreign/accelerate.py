@@ -22,7 +22,7 @@ _NEUTRAL = re.compile(
 _ENGINE = re.compile("num_processes|use_deepspeed|use_fsdp|zero_stage|deepspeed_config_file|offload_.*|fsdp_.*")
 _WHOLE = re.compile("parallelism_config_(?!dp_shard).*_size")  # of which 1 is none
 _REFUSED = re.compile("(?:use_)?cpu|tpu.*|dynamo_.*|fp8_.*|(?:use_)?megatron_lm.*|mpirun_.*|vm|aws_.*")
-_FILES = ("accelerate_config", "config_file")
+FILES = ("config_file", "accelerate_config")  # options that name its file, TRL's own the second
 # What a trainer has, too, is the trainer's.
 _TRAINERS = re.compile("gradient_.*|fsdp_config|debug")
 _INNER = {"deepspeed_config": "", "fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
@@ -31,7 +31,7 @@ _INNER = {"deepspeed_config": "", "fsdp_config": "fsdp_", "parallelism_config": 
 def is_launch_option(key: str) -> bool:
     """True if a key is one of accelerate launch's, which TRL's command passes on."""
     ours = any(names.fullmatch(key) for names in (_NEUTRAL, _ENGINE, _WHOLE, _REFUSED))
-    return key in _FILES or (ours and not _TRAINERS.fullmatch(key))
+    return key in FILES or (ours and not _TRAINERS.fullmatch(key))
 
 
 def launch_file(name: str) -> Path | None:

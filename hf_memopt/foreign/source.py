@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_memopt.compatibility.foreign_files import foreign_tool
 from hf_memopt.errors import InputError, brief
-from hf_memopt.foreign.accelerate import engine_of_launch, is_launch_option, launch_file
+from hf_memopt.foreign.accelerate import FILES, engine_of_launch, is_launch_option, launch_file
 from hf_memopt.foreign.commands import argument_value, parse_commands
 from hf_memopt.foreign.table import Table, read_table
 from hf_memopt.foreign.translate import Translation, translate
@@ -125,7 +125,7 @@ def _taken_out(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _engine(launch: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Ours of the options of accelerate launch."""
-    names = [launch.pop(key, None) for key in ("config_file", "accelerate_config")]
+    names = [launch.pop(key, None) for key in FILES]
     name = next(filter(None, names), None)
     path = name and (launch_file(str(name)) or _find(str(name), folder))
     return engine_of_launch(path, launch) if launch or path else {}

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hf_memopt.estimator.quantized_checkpoints import holds_fp8
-from hf_memopt.estimator.smaller import EXPERTS
+from hf_memopt.estimator.smaller import find_experts
 from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_tasks import model_task
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS, JobFacts
 from hf_memopt.planner.choices import ZERO_OFFLOAD, available_strategies
-from hf_memopt.planner.settle import attention_layers, settle
+from hf_memopt.planner.settle import attention_layers, names_layers, settle
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
 
@@ -84,12 +84,11 @@ def _in_bf16(request: JobSpec, spec: JobSpec) -> Iterator[Fallback]:
 
 def _quantized_experts(spec: JobSpec) -> Iterator[Fallback]:
     """Experts in 4 bits, too, which bitsandbytes leaves in 16: adapters must leave them out."""
-    text = spec.config.get_text_config()
-    if spec.tool or spec.memory_args.quantized_experts or not any(getattr(text, name, None) for name in EXPERTS):
+    if spec.tool or spec.memory_args.quantized_experts or not find_experts(spec.config):
         return
     if holds_fp8(spec.config, None, spec.preset.hardware):
         return
-    own = "target_modules" in spec.lora or "target_parameters" in spec.lora
+    own = names_layers(spec.lora)
     if not own and isinstance(spec.hardware, Preset):  # of a recipe, whose adapters are not the plan's to change
         return
     attention = attention_layers(spec.config)

@@ -15,7 +15,7 @@ from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.quantized_checkpoints import dequantized
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.smaller import EXPERTS, is_from_scratch, smaller_sizes, with_sizes
+from hf_memopt.estimator.smaller import find_experts, is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import infer_task
@@ -326,7 +326,7 @@ def _smaller(spec: JobSpec) -> list[str]:
 def _weights(config) -> int:
     """About as many weights as a model has, to sort by."""
     text = config.get_text_config()
-    experts = next((count for name in EXPERTS if (count := getattr(text, name, None))), 1)
+    experts = getattr(text, find_experts(config) or "", 1)
     inner = (experts > 1 and getattr(text, "moe_intermediate_size", 0)) or getattr(text, "intermediate_size", 0) or 0
     width = getattr(text, "hidden_size", 0)
     layers = getattr(text, "num_hidden_layers", 0)

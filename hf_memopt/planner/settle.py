@@ -6,7 +6,7 @@ from typing import Any
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.job_checks import longest_sample
 from hf_memopt.estimator.quantized_checkpoints import dequantized, holds_fp8
-from hf_memopt.estimator.smaller import EXPERTS
+from hf_memopt.estimator.smaller import find_experts
 from hf_memopt.estimator.spec_job import quantization_config, read_model
 from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
@@ -86,12 +86,15 @@ def attention_layers(config) -> list[str]:
     return ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
+def names_layers(lora: dict[str, Any]) -> bool:
+    """True if an adapter's fields say which layers it adapts."""
+    return bool({"target_modules", "target_parameters"} & lora.keys())
+
+
 def _adapted(spec: JobSpec) -> dict[str, Any]:
     """The adapter's fields; those of attention alone where the user left open what is adapted, and experts are in FP8,
     which no adapter can train."""
-    text = spec.config.get_text_config()
-    opened = not {"target_modules", "target_parameters"} & spec.lora.keys()
-    if not opened or spec.preset.method == "full" or not any(getattr(text, name, None) for name in EXPERTS):
+    if names_layers(spec.lora) or spec.preset.method == "full" or not find_experts(spec.config):
         return spec.lora
     if not holds_fp8(spec.config, quantization_config(spec), spec.preset.hardware):
         return spec.lora

@@ -5,7 +5,6 @@ from hf_memopt.estimator.accounting.ledger import KINDS
 from hf_memopt.estimator.assembly import capacity, phase_of
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.speed_errors import find_error, job_kind
 from hf_memopt.estimator.throughput import Throughput, main_attention, speed_note, unknown_speed, with_speed
 from hf_memopt.hardware.measured import constant
 from hf_memopt.planner.choices import Choice
@@ -46,16 +45,8 @@ def sketched_estimate(sketch: Sketch, choice: Choice, job: Job, device_bytes: in
 def _with_speed(estimate: Estimate, job: Job, seconds: float) -> Estimate:
     if reason := unknown_speed(job):
         return with_speed(estimate, None, f"speed: {reason}")
-    kind, tokens = job_kind(job), job.micro_batch_tokens
-    error = find_error(kind, job.device)
-    speed = Throughput(
-        step_seconds=seconds,
-        tokens_per_second=tokens and tokens * job.fields["gradient_accumulation_steps"] * job.world_size / seconds,
-        mfu=None,
-        speed_kind=kind,
-        speed_error=error and error.error,
-    )
-    return with_speed(estimate, speed, speed_note(job.device, kind))
+    speed = Throughput.of(job, seconds, mfu=None)
+    return with_speed(estimate, speed, speed_note(job.device, speed.speed_kind))
 
 
 def _host_bytes(sketch: Sketch, choice: Choice, job: Job, device_bytes: int) -> int:
