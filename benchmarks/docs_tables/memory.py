@@ -79,6 +79,8 @@ def assumptions() -> str:
 def _where(row: Constant) -> str:
     """Of rows with one name the first that applies counts."""
     backends = ", ".join(row.backends or ())
+    if row.cards is not None:
+        return f"labels with `{row.cards}`"
     if row.architectures is not None:
         return f"{backends}, {', '.join(row.architectures)}"
     if row.capability is None:

@@ -3,6 +3,7 @@
 `hf-memopt calibrate` measures some of them on the user's own card (hardware.measured), and its values go before these.
 """
 
+import re
 from dataclasses import dataclass
 
 from hf_memopt.hardware.catalog import GB, Hardware
@@ -10,10 +11,11 @@ from hf_memopt.units import MIB
 
 _CUDA = ("cuda", "rocm")
 _FITTED = "fitted to published speeds on an A100 (benchmarks/speed_published.py)"
-
-
 _BEST = (
     "stas00/ml-engineering, compute/accelerator/README.md; as far below it as an A100's 0.8 is below its 271 of 312"
+)
+_BEST_OF_USERS = (
+    "zzc0721/torch-performance-test-data, database.md; as far below it as an A100's 0.8 is below its 264.5 of 312"
 )
 _FITTED_ADAPTERS = (
     "fitted to half of PEFT's published speeds on an L40S (benchmarks/speed_published.py: short batches of adapters)"
@@ -30,7 +32,7 @@ class Constant:
         backends: for which the row holds; None: for all.
         capability: lowest and highest CUDA compute capability for which it holds; None: all.
         architectures: AMD's gfx targets for which it holds; None: all.
-        devices: names of the catalog for which it holds; None: all.
+        cards: a regular expression found in the labels of the cards for which it holds; None: all.
     """
 
     name: str
@@ -41,13 +43,13 @@ class Constant:
     backends: tuple[str, ...] | None = None
     capability: tuple[float, float] | None = None
     architectures: tuple[str, ...] | None = None
-    devices: tuple[str, ...] | None = None
+    cards: str | None = None
 
     def applies_to(self, device: Hardware) -> bool:
         """True if the row holds for a device."""
         if self.backends is not None and device.backend not in self.backends:
             return False
-        if self.devices is not None and device.name not in self.devices:
+        if self.cards is not None and not re.search(self.cards, device.label):
             return False
         if self.architectures is not None and device.architecture not in self.architectures:
             return False
@@ -136,7 +138,7 @@ TABLE = (
         value=0.58,
         unit="share of the catalog's rate",
         source=f"an MI325X reaches 785 of 1307 TFLOP/s at best: {_BEST}",
-        devices=("mi325x",),
+        cards="MI325X",
     ),
     Constant(
         name="matmul_efficiency",
@@ -154,6 +156,42 @@ TABLE = (
         source=f"an MI355X reaches 1565 of 2500 TFLOP/s at best: {_BEST}",
         backends=("rocm",),
         architectures=("gfx950",),
+    ),
+    Constant(
+        name="matmul_efficiency",
+        value=0.99,
+        unit="share of the catalog's rate",
+        source="15 cards reach 0.91 to 1.14 of their catalog's rates at best, 1.05 at the median, above the clocks that "
+        f"they are sold with: {_BEST_OF_USERS}",
+        cards=r"GeForce RTX [2-5]0\d0(?!.*Laptop)",
+    ),
+    Constant(
+        name="matmul_efficiency",
+        value=0.61,
+        unit="share of the catalog's rate",
+        source=f"a T4 reaches 42 of 65 TFLOP/s in fp16 at best: {_BEST_OF_USERS}",
+        cards="NVIDIA T4",
+    ),
+    Constant(
+        name="matmul_efficiency",
+        value=0.55,
+        unit="share of the catalog's rate",
+        source=f"an L4 reaches 71 of 121 TFLOP/s at best: {_BEST_OF_USERS}",
+        cards=r"NVIDIA L4$",
+    ),
+    Constant(
+        name="matmul_efficiency",
+        value=0.7,
+        unit="share of the catalog's rate",
+        source=f"a V100 reaches 92 of 125 TFLOP/s in fp16 at best: {_BEST_OF_USERS}",
+        cards="NVIDIA V100",
+    ),
+    Constant(
+        name="matmul_efficiency",
+        value=0.62,
+        unit="share of the catalog's rate",
+        source=f"an H100 PCIe reaches 496 of 756 TFLOP/s at best: {_BEST_OF_USERS}",
+        cards="H100 PCIe",
     ),
     Constant(
         name="matmul_efficiency",

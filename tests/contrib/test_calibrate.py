@@ -95,6 +95,14 @@ def test_every_assumption_has_a_source_and_holds_for_some_device():
         assumed("nothing", devices[0])
 
 
+@pytest.mark.parametrize(
+    ("card", "share"), [("rtx_4070_ti_super", 0.99), ("rtx_4090_laptop", 0.8), ("l4", 0.55), ("l40s", 0.8)]
+)
+def test_a_row_of_some_cards_holds_for_these_alone(card, share):
+    """A GeForce runs above the clock it is sold with; a laptop's, and a board with little power, do not."""
+    assert assumed("matmul_efficiency", get_hardware(card)).value == share
+
+
 def test_what_is_written_is_read():
     path = keep()
     assert (
