@@ -143,11 +143,6 @@ def _fault(path: Path, said: str) -> Fault:
     return Fault(path, int(line[1]), said[line.end() :]) if line else Fault(path, None, said)
 
 
-def kind_of(path: str | Path) -> str:
-    """Return whose file it is, accelerate or deepspeed: accelerate writes and reads JSON as well."""
-    return _Parsed.of(Path(path)).kind
-
-
 def _parsed_json(text: str) -> Any:
     try:
         return json.loads(text)

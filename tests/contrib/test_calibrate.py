@@ -96,7 +96,7 @@ def test_every_assumption_has_a_source_and_holds_for_some_device():
 
 
 @pytest.mark.parametrize(
-    ("card", "share"), [("rtx_4070_ti_super", 0.99), ("rtx_4090_laptop", 0.8), ("l4", 0.55), ("l40s", 0.8)]
+    ("card", "share"), [("rtx_4070_ti_super", 1.0), ("rtx_4090_laptop", 0.8), ("l4", 0.55), ("l40s", 0.8)]
 )
 def test_a_row_of_some_cards_holds_for_these_alone(card, share):
     """A GeForce runs above the clock it is sold with; a laptop's, and a board with little power, do not."""

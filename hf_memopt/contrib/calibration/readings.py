@@ -45,12 +45,6 @@ def _amd_bytes() -> dict[str, int]:
     return {file.parent.name: int(file.read_text()) for file in files}
 
 
-def used_on_card() -> int | None:
-    """Bytes that the driver has given of the first card that this process sees; None where it does not tell."""
-    used = driver_bytes()
-    return used.get(this_card(used)) if accelerator() == "cuda" else None
-
-
 def this_card(used: dict[str, int]) -> str:
     """The key in driver_bytes() of the first device of this process; starts CUDA."""
     import torch
