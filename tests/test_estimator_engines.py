@@ -2,6 +2,7 @@
 
 import os
 import sys
+from random import Random
 
 import pytest
 from conftest import ROOT, slow
@@ -75,6 +76,44 @@ def test_extending_equals_tracing_all_layers(strategy, monkeypatch):
     error = 0.01 if strategy == "zero2" else 0.002
     assert extended.peak_allocated_bytes == pytest.approx(whole.peak_allocated_bytes, rel=error)
     assert extended.host_bytes == pytest.approx(whole.host_bytes, rel=0.002)
+
+
+def _random_job(random: Random) -> tuple[LlamaConfig, dict, int, str]:
+    """A job whose weights may outweigh its activations, or not: what is gathered ahead, or what is kept, decides."""
+    heads = random.choice((4, 8, 16))
+    width = heads * random.choice((32, 128))
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * random.choice((1, 3, 6)),
+        num_hidden_layers=random.choice((8, 9, 11)),
+        num_attention_heads=heads,
+        num_key_value_heads=random.choice((2, heads)),
+        vocab_size=random.choice((512, 8192, 65536)),
+        tie_word_embeddings=random.choice((True, False)),
+    )
+    fields = {
+        "bf16": random.choice((True, False)),
+        "per_device_train_batch_size": random.choice((1, 2)),
+        "gradient_accumulation_steps": random.choice((1, 2)),
+        "activation_checkpointing": random.choice((True, False)),
+        "optim": random.choice(("adamw_torch_fused", "sgd")),
+    }
+    return config, fields, random.choice((64, 512)), random.choice(("bfloat16", "float32"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3, 12))])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_offload_cpu", "tp2"])
+def test_any_shape_extends_to_its_own_depth(strategy, seed, monkeypatch):
+    """Weights of layers are gathered ahead of them: in the lowest two layers' backward pass nothing more is."""
+    config, fields, seq_len, dtype = _random_job(Random(f"{strategy} {seed}"))
+
+    def found():
+        return estimate(config, fields, seq_len, "a100_80gb", dtype=dtype, world_size=8, strategy=strategy)
+
+    extended = found().peak_allocated_bytes
+    monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
+    assert extended == pytest.approx(found().peak_allocated_bytes, rel=0.001)
 
 
 @pytest.mark.slow

@@ -93,6 +93,11 @@ class Engine:
         """Layers of a traced shallow model: first, last and one between; a second for engines that prefetch."""
         return 3 if self.plain else 4
 
+    @property
+    def unlike_layers(self) -> int:
+        """The first layers, in whose backward pass less is gathered ahead than in that of those above."""
+        return 0 if self.plain else 2
+
     def setup(self) -> dict[str, Any]:
         """The fields of a compatibility Setup that it decides."""
         return {

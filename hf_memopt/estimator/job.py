@@ -237,10 +237,11 @@ class Job(ModelSettings):
 
     @property
     def unlike_layers(self) -> int:
-        """The first period of layers where only some layers' weights are streamed: while the lowest of these runs
-        backward, none below it is fetched. 0 where all layers are alike."""
+        """The first layers, in whose backward pass less is held than in that of those above: fewer are below to be
+        fetched ahead. 0 where all layers are alike."""
         streamed = checkpointing_period({}, self.memory_args) if self.memory_args is not None else 1
-        return streamed if streamed > 1 and self.memory_args.weight_streaming else 0
+        streamed = streamed if streamed > 1 and self.memory_args.weight_streaming else 0
+        return max(streamed, self.engine.unlike_layers)
 
     def _grows_linearly(self, depths: tuple[int, ...]) -> bool:
         """True if the shallow models' numbers of weights extend to the number at the model's own depth. False
