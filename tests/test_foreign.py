@@ -11,6 +11,7 @@ import yaml
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError
 from hf_memopt.foreign.accelerate import launch_file
+from hf_memopt.foreign.launchers import LAUNCHERS
 from hf_memopt.foreign.source import read_source
 from hf_memopt.foreign.table import EFFECTS, list_tables
 from hf_memopt.foreign.values import VIA
@@ -245,7 +246,11 @@ def test_an_engine_is_the_same_by_name_file_and_options(name, tmp_path):
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     kind = {"DEEPSPEED": ["--use_deepspeed"], "FSDP": ["--use_fsdp"]}.get(content["distributed_type"], [])
     settings = {**content, **content.get("deepspeed_config", {}), **content.get("fsdp_config", {})}
+    switches = {f"--{key}": value for key, value in settings.items() if f"--{key}" in LAUNCHERS["accelerate"].split()}
     flags = [f"--{key} {value}" for key, value in settings.items() if not isinstance(value, dict | list)]
+    flags = [flag for flag in flags if flag.split()[0] not in switches] + [
+        key for key, on in switches.items() if on is True
+    ]
     job = "--model_name_or_path Qwen/Qwen3-0.6B"
     (tmp_path / "job.yaml").write_text(
         f"model_name_or_path: Qwen/Qwen3-0.6B\naccelerate_config: {name}\noutput_dir: out\n"

@@ -13,7 +13,7 @@ from hf_memopt.errors import InputError, as_input_error, listed
 from hf_memopt.files import folder_for, write_folder
 from hf_memopt.foreign.edits import changes, chosen_keys, diff, edit
 from hf_memopt.foreign.migrate import migrated_command, migrated_files
-from hf_memopt.foreign.source import Source, is_source, read_source
+from hf_memopt.foreign.source import Source, is_command, is_source, read_source
 from hf_memopt.foreign.translate import Translation
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
@@ -54,7 +54,7 @@ def read_job(
         spec = _over(translation.spec(_length(options)), asked, options)
     if chosen:
         spec = replace(spec, method=chosen, lora=spec.lora if chosen != "full" else {})
-    devices = max(spec.world_size or 1, split_count(str(spec.hardware))[1])
+    devices = spec.world_size or split_count(str(spec.hardware))[1]
     if devices > 1 and source.table.one_device:
         raise InputError(f"{source.label}: {devices} devices: {source.table.one_device}")
     if spec.seq_len is None and source.table.length and "seq_len" in options:
@@ -157,7 +157,7 @@ def examine_foreign(file: str) -> Examined | None:
     """What is found in another tool's file or command; None where it is none."""
     if not is_source(file):
         return None
-    if Path(file).suffix.lower() in (".yaml", ".yml"):
+    if Path(file).suffix.lower() in (".yaml", ".yml") and not is_command(file):
         try:
             content = read_yaml_file(file, file)
         except InputError:

@@ -1,21 +1,31 @@
 """Whose configuration a file or a command is, and its settings."""
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hf_memopt.compatibility.foreign_files import foreign_tool
 from hf_memopt.errors import InputError, brief
 from hf_memopt.foreign.accelerate import FILES, engine_of_launch, is_launch_option, launch_file
-from hf_memopt.foreign.commands import argument_value, parse_commands
+from hf_memopt.foreign.commands import WORDS, Command, parse_commands
+from hf_memopt.foreign.launchers import (
+    COUNTED,
+    ON,
+    Launch,
+    allocator_setting,
+    argument_value,
+    count_processes,
+    visible_devices,
+)
 from hf_memopt.foreign.table import Table, read_table
 from hf_memopt.foreign.translate import Translation, translate
+from hf_memopt.hardware.allocator import SPELLINGS
 from hf_memopt.yaml_values import read_text, read_yaml
 
 _ENDINGS = (".yaml", ".yml", ".sh")
-_PROGRAMS = {"swift", "megatron", "llamafactory-cli", "axolotl", "tune", "trl", "accelerate", "torchrun", "python"}
 _TABLES = {
     "axolotl": "axolotl",
     "LLaMA-Factory": "llama_factory",
@@ -23,6 +33,8 @@ _TABLES = {
     "torchtune": "torchtune",
     "TRL": "trl",
 }
+# Where a file sets variables: swift/cli/main.py, trl/scripts/utils.py.
+_BLOCKS = {"ms_swift": "ENV", "trl": "env"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +45,8 @@ class Source:
         path: of the file; None of a command.
         text: of the file or command.
         settings: theirs.
-        engine: ours, of the accelerate launch that starts it.
+        engine: ours, of what starts it and of its variables.
+        command: that was read.
     """
 
     path: Path | None
@@ -41,6 +54,7 @@ class Source:
     table: Table
     settings: Mapping[str, Any]
     engine: Mapping[str, Any] = field(default_factory=dict)
+    command: Command | None = None
 
     @property
     def is_command(self) -> bool:
@@ -54,7 +68,8 @@ class Source:
 
     def translate(self) -> Translation:
         """Its settings in our words."""
-        translation = translate(self.table, self.settings, self.path.parent if self.path else Path())
+        folder = (self.path.parent if self.path else Path()) / (self.command.folder if self.command else "")
+        translation = translate(self.table, self.settings, folder)
         engine = dict(self.engine)
         precision = engine.pop("mixed_precision", None)
         fields = translation.fields = {**engine, **translation.fields}
@@ -65,12 +80,14 @@ class Source:
 
 def is_source(text: str) -> bool:
     """True if a MODEL of the command line is a file or a command of another tool rather than a model."""
-    return _is_command(text) or (Path(text).suffix.lower() in _ENDINGS and not os.path.isdir(text))
+    return is_command(text) or (Path(text).suffix.lower() in _ENDINGS and not os.path.isdir(text))
 
 
-def _is_command(text: str) -> bool:
-    words = text.split()
-    return len(words) > 1 and bool(_PROGRAMS & {Path(word).name for word in words}) and not os.path.exists(text)
+def is_command(text: str) -> bool:
+    """True if a text is a command rather than the name of a file or model."""
+    words = re.split(r"[\s;&|()]+", text.strip())
+    programs = any(WORDS.fullmatch(word.rpartition("/")[2]) for word in words)
+    return len(words) > 1 and programs and not os.path.exists(text)
 
 
 def read_source(text: str) -> Source:
@@ -79,43 +96,87 @@ def read_source(text: str) -> Source:
     Raises:
         InputError: it cannot be read, or is no configuration of a training job that is known.
     """
-    if _is_command(text):
-        return _command(None, text)
+    if is_command(text):
+        return read_command(None, text)
     path = Path(text)
     content = read_text(path, text)
-    if path.suffix.lower() == ".sh":
-        return _command(path, content)
-    settings = read_yaml(content, text)
+    return read_command(path, content) if path.suffix.lower() == ".sh" else read_settings(path, content)
+
+
+def read_settings(path: Path, content: str) -> Source:
+    """The settings of a YAML or JSON file.
+
+    Raises:
+        InputError: as read_source() raises it.
+    """
+    settings = read_yaml(content, str(path))
     if not isinstance(settings, Mapping):
-        raise InputError(f"{text}: holds no settings, but {brief(settings)}")
+        raise InputError(f"{path}: holds no settings, but {brief(settings)}")
     tool = foreign_tool(settings)
     if tool is None:
         known = ", ".join(_TABLES)
-        raise InputError(f"{text} is no configuration of a training job of {known}; hf-memopt doctor checks others")
+        raise InputError(f"{path} is no configuration of a training job of {known}; hf-memopt doctor checks others")
     if tool not in _TABLES:
-        raise InputError(f"{text} is a configuration of {tool}, which is not modelled")
+        raise InputError(f"{path} is a configuration of {tool}, which is not modelled")
     settings = {str(key): value for key, value in settings.items()}
     engine = _engine(_taken_out(settings), path.parent) if tool == "TRL" else {}
+    launch = Launch("accelerate" if tool == "TRL" else tool)
+    engine |= _surroundings(settings, launch, _variables(settings, _TABLES[tool]), engine)
     return Source(path, content, read_table(_TABLES[tool]), settings, engine)
 
 
-def _command(path: Path | None, text: str) -> Source:
-    """A command's settings over those of the file that it names."""
+def read_command(path: Path | None, text: str) -> Source:
+    """A command's settings over those of the file that it names.
+
+    Args:
+        path: of the script that the command is in.
+
+    Raises:
+        InputError: as read_source() raises it.
+    """
     command = parse_commands(text)
     folder = path.parent if path else Path()
-    settings: dict[str, Any] = {}
-    if command.config:
-        settings = _named_file(command.config, folder, command.tool)
-    settings = _merged(settings, command.settings)
-    settings |= {f"env.{name}": argument_value(value) for name, value in command.environment.items()}
-    visible, processes = command.environment.get("CUDA_VISIBLE_DEVICES", ""), settings.get("env.NPROC_PER_NODE", 1)
-    more = isinstance(processes, int) and len(visible.split(",")) > processes
-    if command.tool == "ms_swift" and not command.launch and more:
-        settings["device_map"] = "auto"  # what ms-swift does with more devices than processes
-    launch = dict(command.launch)
+    settings = command.over(_named_file(command, folder) if command.config else {})
+    variables, launch = _variables(settings, command.tool), command.launch
+    environment = (command.environment | variables) if command.tool == "trl" else (variables | command.environment)
+    options = dict(launch.options) if launch.by == "accelerate" else {}
     if command.tool == "trl":
-        launch |= _taken_out(settings)
-    return Source(path, text, read_table(command.tool), settings, _engine(launch, folder))
+        options |= _taken_out(settings)
+    engine = _engine(dict(options), folder, command.folder) if launch.by == "accelerate" or options else {}
+    started = replace(launch, options=options) if launch.by == "accelerate" else launch
+    engine |= _surroundings(settings, started, environment, engine)
+    return Source(path, text, read_table(command.tool), settings, engine, command)
+
+
+def _variables(settings: dict[str, Any], tool: str) -> dict[str, str]:
+    """The variables that a file sets, which are taken out."""
+    block = settings.pop(_BLOCKS[tool], None) if tool in _BLOCKS else None
+    if block is not None and not isinstance(block, Mapping):
+        raise InputError(f"{_BLOCKS[tool]}={brief(block)} is no mapping of variables")
+    return {str(name): str(value) for name, value in (block or {}).items()}
+
+
+def _surroundings(
+    settings: dict[str, Any], launch: Launch, environment: Mapping[str, str], engine: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Ours of the variables and the launcher; what they do not answer of the variables becomes settings."""
+    ours: dict[str, Any] = {}
+    expandable, others = allocator_setting(environment)
+    rest = {name: value for name, value in environment.items() if name not in {*SPELLINGS, *COUNTED}}
+    rest |= {SPELLINGS[0]: others} if others else {}
+    processes, nodes = count_processes(launch, environment)
+    if processes:
+        ours["world_size"] = processes
+    if nodes:
+        rest["NNODES"] = nodes
+    if launch.by == "ms-swift" and processes == 1 and (visible_devices(environment) or 1) > 1:
+        settings["device_map"] = "auto"  # what ms-swift does with more devices than processes
+    if launch.by == "LLaMA-Factory" and processes != 1 and environment.get("OPTIM_TORCH", "1").lower() in ON:
+        expandable = True if processes or "FORCE_TORCHRUN" in environment else expandable
+    if expandable is not None or others:
+        ours["expandable"] = bool(expandable)
+    settings |= {f"env.{name}": argument_value(value) for name, value in rest.items()}
+    return {**ours, **({"world_size": engine["world_size"]} if "world_size" in engine else {})}
 
 
 def _taken_out(settings: dict[str, Any]) -> dict[str, Any]:
@@ -123,40 +184,34 @@ def _taken_out(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: settings.pop(key) for key in [*settings] if is_launch_option(key)}
 
 
-def _engine(launch: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _engine(launch: dict[str, Any], folder: Path, changed: str = "") -> dict[str, Any]:
     """Ours of the options of accelerate launch."""
     names = [launch.pop(key, None) for key in FILES]
     name = next(filter(None, names), None)
-    path = name and (launch_file(str(name)) or _find(str(name), folder))
+    path = name and (launch_file(str(name)) or _find(str(name), folder, changed))
     return engine_of_launch(path, launch) if launch or path else {}
 
 
-def _named_file(name: str, folder: Path, tool: str) -> dict[str, Any]:
-    settings = read_yaml(read_text(_find(name, folder), name), name)
+def _named_file(command: Command, folder: Path) -> dict[str, Any]:
+    name = str(command.config)
+    settings = read_yaml(read_text(_find(name, folder, command.folder), name), name)
     if not isinstance(settings, Mapping):
         raise InputError(f"{name}: holds no settings, but {brief(settings)}")
-    if _TABLES.get(str(foreign_tool(settings)), tool) != tool:
+    if _TABLES.get(str(foreign_tool(settings)), command.tool) != command.tool:
         raise InputError(f"{name} is a configuration of {foreign_tool(settings)}, and the command another tool's")
     return {str(key): value for key, value in settings.items()}
 
 
-def _find(name: str, folder: Path) -> Path:
+def _find(name: str, folder: Path, changed: str = "") -> Path:
     """A file that a command names: from here, from the script's folder, or from one above it.
+
+    Args:
+        changed: the folder into which the script changed, from any of these.
 
     Raises:
         InputError: it is nowhere.
     """
     for place in (Path(), folder, *folder.resolve().parents):
-        if (place / name).is_file():
-            return place / name
+        if (place / changed / name).is_file():
+            return place / changed / name
     raise InputError(f"{name}, which the command names, is not here: get it, and ask again")
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings over others, those inside a mapping one by one."""
-    merged = dict(below)
-    for key, value in above.items():
-        inner = merged.get(key)
-        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(inner, value) if both else value
-    return merged

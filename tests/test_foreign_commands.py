@@ -1,0 +1,164 @@
+"""Shell commands of other tools: what each says, or the one sentence that refuses it. No word is dropped."""
+
+import json
+
+import pytest
+
+from hf_memopt.errors import InputError
+from hf_memopt.foreign.source import is_source, read_source
+
+_FILES = {
+    "ax.yml": "base_model: Qwen/Qwen3-0.6B\ndatasets: [{path: a}]\nmicro_batch_size: 2\n",
+    "lf.yaml": "model_name_or_path: Qwen/Qwen3-0.6B\ntemplate: qwen\ndo_train: true\ncutoff_len: 1024\n",
+    "lf.json": json.dumps({"model_name_or_path": "Qwen/Qwen3-0.6B", "template": "qwen", "do_train": True}),
+    "sw.yaml": "model: Qwen/Qwen3-0.6B\ntuner_type: lora\nmax_length: 512\n",
+    "env.yaml": "model: Qwen/Qwen3-0.6B\ntuner_type: lora\nENV: {NPROC_PER_NODE: 4, NNODES: 2}\n",
+    "trl.yaml": "model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: a\nmax_length: 512\n",
+    "tune.yaml": """model: {_component_: torchtune.models.qwen3.qwen3_0_6b_instruct}
+optimizer: {_component_: torch.optim.AdamW, fused: true, lr: 2e-5}
+batch_size: 2
+tokenizer: {max_seq_len: 512}
+""",
+    "acc.yaml": "distributed_type: MULTI_GPU\nnum_processes: 4\n",
+    "two.yaml": "distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: 0,1\n",
+    "inside/ax.yml": "base_model: Qwen/Qwen3-1.7B\ndatasets: [{path: a}]\n",
+}
+_BATCH, _STEPS = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
+_MODEL = "--model_name_or_path Qwen/Qwen3-0.6B"
+_SWIFT = "swift sft --model Qwen/Qwen3-0.6B --max_length 512"
+_OK = {"model": "Qwen/Qwen3-0.6B"}
+
+# Command -> fields of ours, or words of the sentence that refuses it.
+_COMMANDS = {
+    # Overrides after a file, as its tool reads them.
+    "llamafactory-cli train lf.yaml per_device_train_batch_size=8 cutoff_len=8192": {_BATCH: 8, "seq_len": 8192},
+    "llamafactory-cli train lf.json cutoff_len=256": {"seq_len": 256},
+    "llamafactory-cli train lf.yaml --cutoff_len 8192": "after its file LLaMA-Factory reads KEY=VALUE",
+    "llamafactory-cli train lf.yaml more.yaml": "after its file LLaMA-Factory reads KEY=VALUE",
+    f"llamafactory-cli train {_MODEL} --do_train --cutoff_len 64": {"seq_len": 64},
+    "llamafactory-cli train nonsense --cutoff_len 64": "LLaMA-Factory takes no word 'nonsense'",
+    "lmf train lf.yaml": {"seq_len": 1024},
+    "swift sft sw.yaml --max_length 1024": {"seq_len": 1024, **_OK},
+    "swift sft env.yaml --max_length 8": {"world_size": 8},
+    "NPROC_PER_NODE=2 swift sft env.yaml --max_length 8": {"world_size": 4},
+    "python -m swift.cli.sft sw.yaml": "takes no word 'sw.yaml'",
+    "python scripts/run_sft.py trl.yaml": {"seq_len": 512, **_OK},
+    "python scripts/run_sft.py trl.yaml --max_length=64": {"seq_len": 64},
+    "python trl/scripts/sft.py trl.yaml": "TRL takes no word 'trl.yaml'",
+    "axolotl train ax.yml --micro-batch-size 4": {_BATCH: 4, **_OK},
+    "axolotl train --micro-batch-size 4 ax.yml": {_BATCH: 4, **_OK},
+    "axolotl train ax.yml other": "axolotl takes no word 'other'",
+    "axolotl train ax.yml --micro-batch-size 4 5": "axolotl takes no word",
+    # Prefixes.
+    "uv run axolotl train ax.yml": _OK,
+    "uv run --with flash-attn axolotl train ax.yml": _OK,
+    "uvx --from axolotl axolotl train ax.yml": _OK,
+    "uv run --env-file x axolotl train ax.yml": "ask about that",
+    "env A=1 CUDA_VISIBLE_DEVICES=0,1 axolotl train ax.yml": {"world_size": 2},
+    "nohup timeout 9h axolotl train ax.yml > log 2>&1 &": _OK,
+    "conda run -n base axolotl train ax.yml": _OK,
+    "srun -N 2 axolotl train ax.yml": "srun starts .* ask about that",
+    "docker run --gpus all image axolotl train ax.yml": "docker starts .* ask about that",
+    "echo swift sft; axolotl train ax.yml": _OK,
+    "cd inside && axolotl train ax.yml": {"model": "Qwen/Qwen3-1.7B"},
+    "cd nowhere && axolotl train ax.yml": "is not here",
+    "export A=1 && axolotl train ax.yml": _OK,
+    f"{_SWIFT}; echo done": {"seq_len": 512},
+    f"{_SWIFT} | tee log": {"seq_len": 512},
+    f"{_SWIFT} # --max_length 8": {"seq_len": 512},
+    f"{_SWIFT} \\\n # a comment\n --max_length 8": "the line before it ends the command",
+    "cat > x <<EOF\nswift sft --model a\nEOF\n" + _SWIFT: {"seq_len": 512},
+    "MODEL=Qwen/Qwen3-0.6B; swift sft --model $MODEL --max_length 8": _OK,
+    'ARGS=(--model Qwen/Qwen3-0.6B\n --max_length 8)\nswift sft "${ARGS[@]}"': {"seq_len": 8, **_OK},
+    "ARGS='--model Qwen/Qwen3-0.6B --max_length 8'\nswift sft $ARGS": {"seq_len": 8, **_OK},
+    "swift sft $ARGS --model Qwen/Qwen3-0.6B": r"takes no word '\$ARGS'",
+    f'{_SWIFT} "$@"': {"seq_len": 512},
+    # Launchers and modules.
+    "python3 -m axolotl.cli.train ax.yml": _OK,
+    "python -m llamafactory.cli train lf.yaml": {"seq_len": 1024},
+    f"python -m trl.scripts.sft {_MODEL}": {"task": "sft"},
+    f"python -m trl dpo {_MODEL}": {"task": "dpo"},
+    f"accelerate launch -m trl.scripts.sft {_MODEL}": {"task": "sft"},
+    "python -m swift.cli.sft --model Qwen/Qwen3-0.6B": _OK,
+    "torchrun --nproc_per_node 2 src/train.py lf.yaml": {"world_size": 2, "seq_len": 1024},
+    "accelerate launch --config_file acc.yaml src/train.py lf.yaml": {"world_size": 4, "seq_len": 1024},
+    f"deepspeed --num_gpus 2 trl/scripts/sft.py {_MODEL}": {"world_size": 2, **_OK},
+    f"deepspeed --include localhost:0,1,2 trl/scripts/sft.py {_MODEL}": {"world_size": 3},
+    f"deepspeed --hostfile hosts trl/scripts/sft.py {_MODEL}": "hostfile",
+    f"python -m torch.distributed.run --nproc-per-node=2 trl/scripts/sft.py {_MODEL}": {"world_size": 2},
+    "accelerate launch --num_processes 2 -m axolotl.cli.train ax.yml": {"world_size": 2, **_OK},
+    "torchrun --nproc_per_node=2 -m axolotl.cli.train ax.yml": {"world_size": 2},
+    f"torchrun --nnodes=1:2 --nproc_per_node=2 trl/scripts/sft.py {_MODEL}": "nnodes=1:2: an elastic launch",
+    f"torchrun --nproc_per_node=two trl/scripts/sft.py {_MODEL}": "nproc_per_node='two' is no number",
+    f"torchrun trl/scripts/sft.py {_MODEL}": {"world_size": 1},
+    # Devices.
+    "CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train lf.yaml": {"world_size": 4, "expandable": True},
+    "CUDA_VISIBLE_DEVICES=0 llamafactory-cli train lf.yaml": {"world_size": 1, "expandable": None},
+    "FORCE_TORCHRUN=1 CUDA_VISIBLE_DEVICES=0 NNODES=2 llamafactory-cli train lf.yaml": {"world_size": 2},
+    "NPROC_PER_NODE=8 NNODES=2 llamafactory-cli train lf.yaml": {"world_size": 16},
+    "NPROC_PER_NODE=8 OPTIM_TORCH=0 llamafactory-cli train lf.yaml": {"world_size": 8, "expandable": None},
+    "llamafactory-cli train lf.yaml": {"world_size": None, "expandable": None},
+    "CUDA_VISIBLE_DEVICES=0,1\nllamafactory-cli train lf.yaml": {"world_size": None},  # not exported
+    "export CUDA_VISIBLE_DEVICES=0,1\nllamafactory-cli train lf.yaml": {"world_size": 2},
+    "CUDA_VISIBLE_DEVICES= llamafactory-cli train lf.yaml": "leaves no device",
+    "USE_V1=1 llamafactory-cli train lf.yaml": "USE_V1",
+    "CUDA_VISIBLE_DEVICES=0,1 axolotl train ax.yml": {"world_size": 2},
+    "axolotl train ax.yml --launcher torchrun -- --nproc_per_node=2": {"world_size": 2},
+    "CUDA_VISIBLE_DEVICES=0,1 axolotl train ax.yml --launcher python": "DataParallel",
+    f"CUDA_VISIBLE_DEVICES=0,1 accelerate launch trl/scripts/sft.py {_MODEL}": {"world_size": 2},
+    f"CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file acc.yaml trl/scripts/sft.py {_MODEL}": {
+        "world_size": 4
+    },
+    f"CUDA_VISIBLE_DEVICES=0,1 trl sft {_MODEL}": {"world_size": 2},
+    f"CUDA_VISIBLE_DEVICES=0,1 python trl/scripts/sft.py {_MODEL}": "DataParallel",
+    f"accelerate launch --gpu_ids 0,1 trl/scripts/sft.py {_MODEL}": "pass --num_processes",
+    f"accelerate launch --config_file two.yaml trl/scripts/sft.py {_MODEL}": {"world_size": 2},
+    f"NPROC_PER_NODE=2 trl sft {_MODEL}": {"world_size": None},  # which TRL does not read
+    f"CUDA_VISIBLE_DEVICES=0,1 {_SWIFT}": "device_map='auto'",
+    f"NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1 {_SWIFT}": {"world_size": 2},
+    f"NNODES=2 {_SWIFT}": {"world_size": 2},
+    # The allocator.
+    f"PYTORCH_ALLOC_CONF=expandable_segments:True {_SWIFT}": {"expandable": True},
+    f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,max_split_size_mb:512 {_SWIFT}": {"expandable": True},
+    f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False {_SWIFT}": {"expandable": False},
+    "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512 axolotl train ax.yml": {"expandable": False},
+    # torchtune's overrides.
+    "tune run full_finetune_single_device --config tune.yaml batch_size=4": {_BATCH: 4},
+    "tune run full_finetune_single_device --config=tune.yaml": "in two words",
+    "tune run full_finetune_single_device --config tune.yaml --batch_size 4": "torchtune reads KEY=VALUE",
+    "tune run full_finetune_single_device --config tune.yaml ~optimizer.fused": {"training.optim": "adamw_torch"},
+    "tune run full_finetune_single_device --config tune.yaml ~optimizer": "cannot|can be taken out",
+    "tune run full_finetune_single_device --config tune.yaml ~nothing": "no such key",
+    "tune run full_finetune_single_device --config tune.yaml "
+    "optimizer=torchao.optim.CPUOffloadOptimizer optimizer.offload_gradients=True": {
+        "memory.optimizer_cpu_offload": True
+    },
+    "tune run full_finetune_single_device --config tune.yaml batch_size.a=1": "batch_size is 2, which has no keys",
+    "tune run --nproc_per_node 2 full_finetune_distributed --config tune.yaml": {"world_size": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in _FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+
+@pytest.mark.parametrize("text", _COMMANDS)
+def test_a_command_is_read_whole_or_refused(text):
+    expected = _COMMANDS[text]
+    assert is_source(text)
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected) as raised:
+            read_source(text).translate().check()
+        assert "\n" not in str(raised.value)
+        return
+    translation = read_source(text).translate()
+    translation.check()
+    assert {key: translation.fields.get(key) for key in expected} == expected
+
+
+def test_doctor_takes_commands_that_end_like_files(command):
+    assert command("doctor", "uv run axolotl train ax.yml")[0] == 0
