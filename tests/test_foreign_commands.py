@@ -5,7 +5,8 @@ import json
 import pytest
 
 from hf_memopt.errors import InputError
-from hf_memopt.foreign.source import is_source, read_source
+from hf_memopt.foreign.edits import changes, chosen_keys, edit
+from hf_memopt.foreign.source import is_source, read_command, read_settings, read_source
 
 _FILES = {
     "ax.yml": "base_model: Qwen/Qwen3-0.6B\ndatasets: [{path: a}]\nmicro_batch_size: 2\n",
@@ -162,3 +163,115 @@ def test_a_command_is_read_whole_or_refused(text):
 
 def test_doctor_takes_commands_that_end_like_files(command):
     assert command("doctor", "uv run axolotl train ax.yml")[0] == 0
+
+
+_CHECKPOINTS = {"training.activation_checkpointing": False, _BATCH: 4}
+_MEANT = "gradient_checkpointing false --per_device_train_batch_size 4"
+_OPTIM = {"training.optim": "paged_adamw_8bit"}
+_TUNE = "tune run full_finetune_single_device --config tune.yaml"
+
+# Command or script, ours -> the text after the edit, None where the changes are printed as a list.
+_EDITS = (
+    ("llamafactory-cli train lf.yaml cutoff_len=8", {_BATCH: 4}, "… per_device_train_batch_size=4"),
+    (
+        "llamafactory-cli train lf.yaml per_device_train_batch_size=2 cutoff_len=8",
+        {_BATCH: 4},
+        "llamafactory-cli train lf.yaml per_device_train_batch_size=4 cutoff_len=8",
+    ),
+    (_TUNE, {_BATCH: 4}, "… batch_size=4"),
+    (_TUNE, _OPTIM, "… optimizer._component_=bitsandbytes.optim.PagedAdamW8bit ~optimizer.fused"),
+    (
+        f"{_TUNE} optimizer=torch.optim.AdamW",
+        _OPTIM,
+        f"{_TUNE} optimizer=bitsandbytes.optim.PagedAdamW8bit ~optimizer.fused",
+    ),
+    ("axolotl train ax.yml", _CHECKPOINTS, "… --micro-batch-size 4"),
+    (
+        "axolotl train ax.yml --gradient-checkpointing true --launcher torchrun -- --nproc_per_node=2",
+        _CHECKPOINTS,
+        "axolotl train ax.yml --gradient-checkpointing false --launcher torchrun --micro-batch-size 4"
+        " -- --nproc_per_node=2",
+    ),
+    ("axolotl train ax.yml", {"memory.loss_chunk_size": True}, None),
+    (f"{_SWIFT} | tee log.txt", _CHECKPOINTS, f"{_SWIFT} --{_MEANT} | tee log.txt"),
+    (f"{_SWIFT} > log 2>&1 &\nwait", _CHECKPOINTS, f"{_SWIFT} --{_MEANT} > log 2>&1 &\nwait"),
+    (f"{_SWIFT} # mine\nswift export --x 1", _CHECKPOINTS, f"{_SWIFT} --{_MEANT} # mine\nswift export --x 1"),
+    (
+        f"{_SWIFT} \\\n    --packing true\n# end",
+        {_BATCH: 4},
+        f"{_SWIFT} \\\n    --packing true \\\n    --per_device_train_batch_size 4\n# end",
+    ),
+    (
+        f"{_SWIFT} --gradient_checkpointing \\\n  --packing true",
+        {"training.activation_checkpointing": False},
+        f"{_SWIFT} --gradient_checkpointing false \\\n  --packing true",
+    ),
+    (
+        f"trl sft {_MODEL} --gradient_checkpointing",
+        {"training.activation_checkpointing": False},
+        f"trl sft {_MODEL} --gradient_checkpointing false",
+    ),
+    (
+        f"trl sft {_MODEL} --no_gradient_checkpointing",
+        {"training.activation_checkpointing": True},
+        f"trl sft {_MODEL} --gradient_checkpointing true",
+    ),
+    (f"A='--per_device_train_batch_size 2 --packing true'\n{_SWIFT} $A", {_BATCH: 4}, None),
+    (f"B=2\n{_SWIFT} --per_device_train_batch_size $B", {_BATCH: 4}, f"B=2\n{_SWIFT} --per_device_train_batch_size 4"),
+)
+
+
+@pytest.mark.parametrize(("text", "ours", "expected"), _EDITS)
+def test_an_edited_command_says_what_was_meant(text, ours, expected):
+    source = read_command(None, text)
+    keys = changes(source, chosen_keys(source.table, ours))
+    edited = edit(source, keys)
+    assert keys and edited == (expected.replace("…", text) if expected else None)
+    if edited:
+        fields = read_command(None, edited).translate().fields
+        assert {key: fields.get(key) for key in ours} == ours
+
+
+_AXOLOTL = "base_model: Qwen/Qwen3-0.6B\ndatasets: [{path: a}]\n"
+_CCE = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+_CHUNKS = {"memory.loss_chunk_size": True}
+_ADAM = "optimizer:\n  _component_: torch.optim.AdamW\n"
+_TORCHTUNE = "model: {_component_: torchtune.models.qwen3.qwen3_0_6b_instruct}\n"
+# File, ours -> the file after the edit, None where the changes are printed as a list.
+_FILE_EDITS = (
+    (
+        f"{_AXOLOTL}plugins: [axolotl.integrations.liger.LigerPlugin]\n",
+        _CHUNKS,
+        ("LigerPlugin]", f"LigerPlugin, {_CCE}]"),
+    ),
+    (f"{_AXOLOTL}micro_batch_size: &mbs 2\n", {_BATCH: 4}, ("&mbs 2", "&mbs 4")),
+    (f"{_AXOLOTL}micro_batch_size: &mbs 2\neval_batch_size: *mbs\n", {_BATCH: 4}, None),
+    (f"{_AXOLOTL}eval_batch_size: &mbs 2\nmicro_batch_size: *mbs\n", {_BATCH: 4}, None),
+    ("{base_model: Qwen/Qwen3-0.6B, datasets: []}\n", {_BATCH: 4}, None),
+    (
+        f"{_TORCHTUNE}{_ADAM}  fused: True  # fast\n  lr: 2e-5\n",
+        _OPTIM,
+        ("torch.optim.AdamW\n  fused: True  # fast", "bitsandbytes.optim.PagedAdamW8bit"),
+    ),
+    (
+        f"{_TORCHTUNE}{_ADAM}  lr: 2e-5\n",
+        {"training.optim": "adamw_torch_fused"},
+        ("  _comp", "  fused: true\n  _comp"),
+    ),
+    (f"{_TORCHTUNE}optimizer: {{_component_: torch.optim.AdamW, fused: true}}\n", _OPTIM, None),
+)
+
+
+@pytest.mark.parametrize(("text", "ours", "expected"), _FILE_EDITS)
+def test_an_edited_file_says_what_was_meant(text, ours, expected, tmp_path):
+    source = read_settings(tmp_path / "job.yaml", text)
+    keys = changes(source, chosen_keys(source.table, ours))
+    assert keys and edit(source, keys) == (text.replace(*expected) if expected else None)
+
+
+def test_a_plan_without_a_diff_lists_its_changes():
+    from hf_memopt.cli.foreign import in_words
+
+    source = read_command(None, _TUNE)
+    assert in_words(source, {"a": True, "b": None}) == f"{source.label}: set these: a: true; take out b"
+    assert in_words(source, {}).endswith("has these settings already")

@@ -1,5 +1,6 @@
 """MODEL as another tool's configuration: the job of a file or command, and what of it was not taken as it is."""
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -102,7 +103,7 @@ def left_open(spec: JobSpec) -> JobSpec:
 
 
 def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str]:
-    """Their keys that a profile changes, and the diff of the file or command."""
+    """Their keys that a profile changes, and the diff of the file or command where one says that and no more."""
     choice = profile.choice
     ours: dict[str, Any] = {
         "training.per_device_train_batch_size": choice.micro_batch,
@@ -117,6 +118,17 @@ def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str]:
         ours["strategy"] = choice.strategy
     keys = changes(source, chosen_keys(source.table, ours))
     return keys, diff(source, edit(source, keys))
+
+
+def in_words(source: Source, keys: Mapping[str, Any]) -> str:
+    """Changed keys of a file or command for which there is no diff."""
+    if not keys:
+        return f"{source.label} has these settings already"
+    pairs = [f"{key}: {json.dumps(value)}" for key, value in keys.items() if value is not None]
+    removed = [key for key, value in keys.items() if value is None]
+    parts = [f"set these: {', '.join(pairs)}"] if pairs else []
+    parts += [f"take out {', '.join(removed)}"] if removed else []
+    return f"{source.label}: {'; '.join(parts)}"
 
 
 def _length(options: Mapping[str, Any]) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 from hf_memopt.cli.answer import command_lines, paragraph
 from hf_memopt.cli.cards import CardOptions, run_cards
 from hf_memopt.cli.estimate import import_libraries, settle_job
-from hf_memopt.cli.foreign import plan_edits
+from hf_memopt.cli.foreign import in_words, plan_edits
 from hf_memopt.cli.output import print_json, print_table, progress
 from hf_memopt.cli.plan_printed import print_plan
 from hf_memopt.cli.speed import AmountOptions, to_dict
@@ -70,7 +70,7 @@ def run_plan(
         return 0 if plan.profiles else 1
     after = paragraph(f"wrote {', '.join(written)}") if written else []
     if source and plan.profiles:
-        after += diff.splitlines() or paragraph(f"{source.label} has these settings already")
+        after += diff.splitlines() or paragraph(in_words(source, keys))
     words = ["hf-memopt", *sys.argv[1:]]
     if spec.quick and "--quick" in words:
         after += command_lines(shlex.join(word for word in words if word != "--quick"), "next")

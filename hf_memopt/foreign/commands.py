@@ -128,7 +128,7 @@ def parse_commands(text: str) -> Command:
             folder = os.path.join(folder, argv[1])
         last = _recognized(simple.words, dict(simple.environment))
         if last:
-            last.folder, last.end = folder, simple.words[-1].end
+            last.folder, last.end = folder, last.end or simple.words[-1].end
             commands.append(last)
     if not commands:
         raise InputError("no command here trains with ms-swift, LLaMA-Factory, torchtune, axolotl or TRL")
@@ -270,7 +270,8 @@ def _axolotl(words: Sequence[Word], launch: Launch, _: str, main: bool) -> Comma
     arguments = [
         argument for argument in arguments if argument.key not in ("launcher", "num_processes", "main_process_port")
     ]
-    return Command("axolotl", {}, arguments, config, "--key-with-dashes value", launch)
+    end = words[-1].end if words else 0
+    return Command("axolotl", {}, arguments, config, "--key-with-dashes value", launch, end=end)
 
 
 def _torchtune(words: Sequence[Word], launch: Launch, *_: Any) -> Command | None:

@@ -2,13 +2,21 @@
 
 import difflib
 import re
+import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hf_memopt.foreign.source import Source
+from hf_memopt.errors import InputError
+from hf_memopt.foreign.commands import parse_commands
+from hf_memopt.foreign.source import Source, read_command, read_settings
 from hf_memopt.foreign.table import Table, as_text
+
+_DASHES = "--key-with-dashes value"
+# Of the keys that a plan sets, those that axolotl's command has no option for (axolotl/cli/config_options.py).
+_NO_OPTION = ("cut_cross_entropy",)
 
 
 def chosen_keys(table: Table, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,7 +29,7 @@ def chosen_keys(table: Table, ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keys that the file does not have so yet, be it by their tool's default."""
+    """Those keys that the file does not have so yet, be it by their tool's default; None takes a key out."""
     present = dict(source.table.defaults) | _dotted(source.settings)
     return {key: value for key, value in keys.items() if not _same(present.get(key), value)}
 
@@ -32,16 +40,41 @@ def _same(present: Any, value: Any) -> bool:
     return as_text(present) == as_text(value) or (present is None and value is False)
 
 
-def edit(source: Source, keys: Mapping[str, Any]) -> str:
-    """The text of a file or command with changed keys; all else, comments too, stays as it is."""
+def edit(source: Source, keys: Mapping[str, Any]) -> str | None:
+    """The text of a file or command with changed keys; all else, comments too, stays as it is.
+
+    Returns:
+        None where no text was found that its tool reads as these changes and no others.
+    """
     text = source.text
-    for key, value in keys.items():
-        text = _edit_command(text, key, value) if source.is_command else _edit_yaml(text, key, value)
-    return text
+    try:
+        for key, value in keys.items():
+            edited = _edit_command(source, text, key, value) if source.command else _edit_yaml(text, key, value)
+            if edited is None:
+                return None
+            text = edited
+        again = read_command(source.path, text) if source.command else read_settings(source.path or Path(), text)
+    except (InputError, yaml.YAMLError):
+        return None
+    before, after = _leaves(source.settings), _leaves(again.settings)
+    others = {key for key in before.keys() | after.keys() if key not in keys}
+    kept = all(set(map(str, _listed(before.get(key)))) <= set(map(str, _listed(after.get(key)))) for key in keys)
+    same = all(as_text(before.get(key)) == as_text(after.get(key)) for key in others)
+    return text if kept and same and again.engine == source.engine and not changes(again, keys) else None
 
 
-def diff(source: Source, text: str) -> str:
-    """The unified diff that makes the text of a file or command."""
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _leaves(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in _dotted(settings).items() if not isinstance(value, Mapping)}
+
+
+def diff(source: Source, text: str | None) -> str:
+    """The unified diff that makes the text of a file or command; nothing where there is no text."""
+    if text is None:
+        return ""
     name = source.path or "command"
     lines = [part.splitlines(keepends=True) for part in (_ended(source.text), _ended(text))]
     return "".join(difflib.unified_diff(*lines, str(name), str(name)))
@@ -60,35 +93,78 @@ def _dotted(settings: Mapping[str, Any], within: str = "") -> dict[str, Any]:
     return pairs
 
 
-def _edit_yaml(text: str, key: str, value: Any) -> str:
-    """Replace the value of a key, add one to a list, or append the key."""
-    node, rest = yaml.compose(text), key.split(".")
+def _edit_yaml(text: str, key: str, value: Any) -> str | None:
+    """Replace the value of a key, add one to a list, add the key, or take it out."""
+    node, rest, pair = yaml.compose(text), key.split("."), None
     while rest and isinstance(node, yaml.MappingNode):
-        pair = next((pair for pair in node.value if pair[0].value == rest[0]), None)
-        if pair is None:
+        found = next((pair for pair in node.value if pair[0].value == rest[0]), None)
+        if found is None:
             break
-        node, rest = pair[1], rest[1:]
+        pair, node, rest = found, found[1], rest[1:]
+    if value is None:
+        return _without_line(text, pair) if pair and not rest else None
     if rest:
-        where = "\n" if text and not text.endswith("\n") else ""
-        return f"{text}{where}{_dumped({key: value})}"
-    if isinstance(node, yaml.SequenceNode) and isinstance(value, list) and node.value and not node.flow_style:
-        at, indent = node.value[-1].end_mark.index, " " * (node.start_mark.column)
-        return text[:at] + "".join(f"\n{indent}- {item}" for item in value) + text[at:]
+        return _added(text, node if pair else None, rest, value)
     start, end = node.start_mark.index, node.end_mark.index
+    if isinstance(node, yaml.SequenceNode) and isinstance(value, list) and node.value:
+        at, indent = node.value[-1].end_mark.index, " " * node.start_mark.column
+        items = [f", {item}" if node.flow_style else f"\n{indent}- {item}" for item in value]
+        return text[:at] + "".join(items) + text[at:]
+    if anchor := re.match(r"&\S+\s+", text[start:end]):
+        start += anchor.end()
     space = "" if start and text[start - 1].isspace() else " "  # `key:` of nothing ends at its colon
     return text[:start] + space + _dumped(value).removesuffix("...\n").strip() + text[end:]
+
+
+def _added(text: str, parent: yaml.Node | None, names: list[str], value: Any) -> str | None:
+    """A text with a new key: at its end, or as the first of the mapping that it belongs to."""
+    if parent is None:
+        where = "\n" if text and not text.endswith("\n") else ""
+        return f"{text}{where}{_dumped({'.'.join(names): value})}"
+    if not isinstance(parent, yaml.MappingNode) or len(names) > 1:
+        return None
+    line, start = _dumped({names[0]: value}).strip(), parent.start_mark.index
+    if parent.flow_style:
+        return f"{text[: start + 1]}{line}{', ' if parent.value else ''}{text[start + 1 :]}"
+    return f"{text[:start]}{line}\n{' ' * parent.start_mark.column}{text[start:]}"
+
+
+def _without_line(text: str, pair: tuple[yaml.Node, yaml.Node]) -> str:
+    start, end = text.rfind("\n", 0, pair[0].start_mark.index) + 1, text.find("\n", pair[1].end_mark.index) + 1
+    return text[:start] + (text[end:] if end else "")
 
 
 def _dumped(value: Any) -> str:
     return yaml.safe_dump(value, sort_keys=False, default_flow_style=None if isinstance(value, list) else False)
 
 
-def _edit_command(text: str, key: str, value: Any) -> str:
-    """Replace the value of an argument, or append it to the last line."""
-    word = str(value).lower() if isinstance(value, bool) else str(value)
-    flag = rf"(--{re.escape(key)}(?:\s+|=))[^\s\\]+"
-    if re.search(flag, text):
-        return re.sub(flag, lambda match: f"{match[1]}{word}", text, count=1)
-    body = text.rstrip()
-    joint = " \\\n    " if "\\\n" in body else " "
-    return f"{body}{joint}--{key} {word}{text[len(body) :]}"
+def _edit_command(source: Source, text: str, key: str, value: Any) -> str | None:
+    """Replace an argument, take it out, or write it after the command's last word."""
+    command = parse_commands(text)
+    if command.style == _DASHES and (isinstance(value, list) or key in _NO_OPTION):
+        return None
+    names = (key, key.removesuffix("._component_"))  # torchtune's component=NAME
+    own = [argument for argument in command.arguments if argument.key in names and argument.end]
+    word = _written(command.style, own[-1].key if own else key, value)
+    if own and value is not None:
+        return text[: own[-1].start] + word + text[own[-1].end :]
+    for argument in reversed(own):
+        head = re.sub(r"(?:\s|\\\n)+$", "", text[: argument.start])
+        text = head + text[argument.end :]
+    if own and key not in _dotted(read_command(source.path, text).settings):
+        return text
+    if value is None and "=" not in command.style:
+        return None  # a file's key, which no option takes out
+    command = parse_commands(text)
+    head, line = text[: command.end], text[: command.end].rpartition("\n")[2]
+    indent = line[: len(line) - len(line.lstrip())]
+    joint = f" \\\n{indent}" if head.removesuffix(line).endswith("\\\n") else " "
+    return f"{head}{joint}{word}{text[command.end :]}"
+
+
+def _written(style: str, key: str, value: Any) -> str:
+    """An argument in the words of a command's tool."""
+    word = shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))
+    if "=" in style:
+        return f"~{key}" if value is None else f"{key}={word}"
+    return f"--{key.replace('_', '-') if style == _DASHES else key} {word}"

@@ -57,11 +57,6 @@ class Source:
     command: Command | None = None
 
     @property
-    def is_command(self) -> bool:
-        """True if it is a command, be it in a script."""
-        return self.path is None or self.path.suffix.lower() == ".sh"
-
-    @property
     def label(self) -> str:
         """The file's name, or the command's first words."""
         return str(self.path) if self.path else self.text[:60]

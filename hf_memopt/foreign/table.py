@@ -70,7 +70,8 @@ class Table:
         source: where its keys and defaults are.
         defaults: its settings where a file has none.
         rows: in the order in which they are asked.
-        plan: ours -> their keys that a plan may set.
+        plan: ours -> their keys that a plan may set: `key` with the `values` of ours in their words, and `flags` that
+            are on with some of ours and taken out with others; or what they `set`.
         expandable: it sets the allocator's expandable segments itself.
         engines: name of a DeepSpeed file that it ships -> what of its content memory sees.
         length: the reason that a file without a length says nothing of memory; empty where the tool has a default.
@@ -110,7 +111,7 @@ class Table:
         return set(words) if words else {ours for values in rows for ours in values.values()}
 
     def theirs(self, ours: str, value: Any) -> dict[str, Any]:
-        """Their keys and values for a setting of ours that a plan chose.
+        """Their keys and values for a setting of ours that a plan chose; None takes a key out.
 
         Args:
             ours: a name of `plan`.
@@ -123,7 +124,8 @@ class Table:
             rows = [row.values for row in self.rows_of(key) if row.to == ours and row.values]
             pairs = [pair for values in rows for pair in values.items()]
             words = {as_text(our): read_yaml(their, key) for their, our in reversed(pairs)}  # the first of several
-        return {key: words.get(as_text(value), value)}
+        flags = {flag: True if as_text(value) in on else None for flag, on in entry.get("flags", {}).items()}
+        return {key: words.get(as_text(value), value), **flags}
 
     def place(self, key: str) -> int:
         """The number of the first row about a key; after all others where there is none."""
