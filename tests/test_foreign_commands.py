@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError
 from hf_memopt.foreign.edits import changes, chosen_keys, edit
 from hf_memopt.foreign.source import is_source, read_command, read_settings, read_source
@@ -60,6 +61,8 @@ _COMMANDS = {
     "conda run -n base axolotl train ax.yml": _OK,
     "srun -N 2 axolotl train ax.yml": "srun starts .* ask about that",
     "docker run --gpus all image axolotl train ax.yml": "docker starts .* ask about that",
+    "bash -c 'cd x && swift sft --model a'": "bash starts .* ask about that",
+    "ssh host swift sft --model a": "ssh starts .* ask about that",
     "echo swift sft; axolotl train ax.yml": _OK,
     "cd inside && axolotl train ax.yml": {"model": "Qwen/Qwen3-1.7B"},
     "cd nowhere && axolotl train ax.yml": "is not here",
@@ -73,6 +76,7 @@ _COMMANDS = {
     'ARGS=(--model Qwen/Qwen3-0.6B\n --max_length 8)\nswift sft "${ARGS[@]}"': {"seq_len": 8, **_OK},
     "ARGS='--model Qwen/Qwen3-0.6B --max_length 8'\nswift sft $ARGS": {"seq_len": 8, **_OK},
     "swift sft $ARGS --model Qwen/Qwen3-0.6B": r"takes no word '\$ARGS'",
+    f"{_SWIFT} --deepspeed <(make x)": "no command is run",
     f'{_SWIFT} "$@"': {"seq_len": 512},
     # Launchers and modules.
     "python3 -m axolotl.cli.train ax.yml": _OK,
@@ -275,3 +279,42 @@ def test_a_plan_without_a_diff_lists_its_changes():
     source = read_command(None, _TUNE)
     assert in_words(source, {"a": True, "b": None}) == f"{source.label}: set these: a: true; take out b"
     assert in_words(source, {}).endswith("has these settings already")
+
+
+_DEEPSPEED = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {gradient_accumulation_steps: 16, zero_stage: 2}\n"
+_JSON = {
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--gradient_accumulation_steps 16", ""),
+        ("--gradient_accumulation_steps 4", "has 16 and TrainingArguments 4 for gradient_accumulation_steps"),
+    ],
+)
+def test_the_launchers_accumulation_is_compared_with_the_trainers(words, refused, command, tmp_path):
+    (tmp_path / "ds.yaml").write_text(_DEEPSPEED)
+    job = f"accelerate launch --config_file ds.yaml sft.py --model_name_or_path {builtin_model()} --bf16 true {words}"
+    code, _, errors = command("estimate", job, "--hardware", "rtx_4090", "--seq-len", "64")
+    assert (code, refused in errors) == (2 if refused else 0, True)
+
+
+@pytest.mark.parametrize(("rate", "refused"), [("1e-4", ""), ("3e-4", "params.lr=0.0001 vs hf learning_rate=0.0003")])
+def test_a_learning_rate_is_compared_with_deepspeeds(rate, refused, command, tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(_JSON))
+    job = f"torchrun --nproc_per_node 2 sft.py --model_name_or_path {builtin_model()} --bf16 true --deepspeed ds.json"
+    code, _, errors = command("estimate", f"{job} --learning_rate {rate}", "--hardware", "rtx_4090", "--seq-len", "64")
+    assert (code, refused in errors) == (2 if refused else 0, True)
+
+
+def test_a_key_beside_deepspeeds_file_is_refused():
+    with pytest.raises(InputError, match="gradient_accumulation_steps=2 beside deepspeed_config_file"):
+        read_source(
+            "accelerate launch --use_deepspeed --deepspeed_config_file ds.json --gradient_accumulation_steps 2 "
+            f"trl/scripts/sft.py {_MODEL}"
+        )

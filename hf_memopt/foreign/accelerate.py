@@ -25,6 +25,10 @@ _REFUSED = re.compile("(?:use_)?cpu|tpu.*|dynamo_.*|fp8_.*|(?:use_)?megatron_lm.
 FILES = ("config_file", "accelerate_config")  # options that name its file, TRL's own the second
 # What a trainer has, too, is the trainer's.
 _TRAINERS = re.compile("gradient_.*|fsdp_config|debug")
+_OF_DEEPSPEED = (
+    *("gradient_accumulation_steps", "gradient_clipping"),
+    *("zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model"),
+)
 _INNER = {"deepspeed_config": "", "fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
 
 
@@ -100,12 +104,21 @@ def _fsdp(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepspeed(settings: Mapping[str, Any]) -> Any:
-    """The DeepSpeed settings that accelerate makes of its own keys (DeepSpeedPlugin.__post_init__)."""
+    """The DeepSpeed settings that accelerate makes of its own keys (DeepSpeedPlugin.__post_init__).
+
+    Raises:
+        InputError: keys that accelerate refuses beside a file of DeepSpeed's (_deepspeed_config_checks).
+    """
     if file := settings.get("deepspeed_config_file"):
+        if twice := next((key for key in _OF_DEEPSPEED if settings.get(key) is not None), None):
+            beside = f"{twice}={brief(settings[twice])} beside deepspeed_config_file"
+            raise InputError(f"accelerate launch: {beside}: write it in that file alone")
         return str(file)
     zero: dict[str, Any] = {"stage": int(settings.get("zero_stage", 2))}
     for part in ("optimizer", "param"):
         device = settings.get(f"offload_{part}_device") or "none"
         if device != "none":
             zero[f"offload_{part}"] = {"device": device}
-    return {**AUTO, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    # What launch exports; transformers refuses it where the Trainer's own differs.
+    exported = {key: settings[key] for key in _OF_DEEPSPEED[:2] if settings.get(key) is not None}
+    return {**AUTO, **exported, "zero_optimization": zero, "zero_allow_untested_optimizer": True}

@@ -20,7 +20,7 @@ from hf_memopt.foreign.launchers import (
     launcher_options,
     take_options,
 )
-from hf_memopt.foreign.shell import Word, simple_commands
+from hf_memopt.foreign.shell import Simple, Word, simple_commands
 
 _TRL = "sft|dpo|kto|reward|grpo|rloo"
 # Scripts of TRL, open-r1 and alignment-handbook, whose trainers are TRL's.
@@ -158,10 +158,19 @@ def _recognized(words: Sequence[Word], environment: dict[str, str]) -> Command |
         command.environment = environment
         return command
     name = Path(words[0].text).name
-    for at in range(1, len(words) if name not in ("echo", "printf") else 0):
-        if _started(words[at:], check=False):
-            raise InputError(f"{name} starts {brief(' '.join(_texts(words[at:])))} as is not known: ask about that")
+    if name not in ("echo", "printf"):
+        quoted = [inner.words for word in words[1:] if " " in word.text for inner in _readable(word.text)]
+        for part in [*(words[at:] for at in range(1, len(words))), *quoted]:
+            if part and _started(part, check=False):
+                raise InputError(f"{name} starts {brief(' '.join(_texts(part)))} as is not known: ask about that")
     return None
+
+
+def _readable(text: str) -> list[Simple]:
+    try:
+        return list(simple_commands(text))
+    except InputError:
+        return []
 
 
 def _texts(words: Sequence[Word]) -> list[str]:

@@ -89,6 +89,8 @@ def _raw_commands(text: str) -> Iterator[list[Word]]:
         start, at = at, match.end()
         if match["document"]:
             documents.append(match["mark"])
+        elif match["redirection"] and text[at : at + 1] == "(":
+            raise InputError(f"{brief(text[start:].splitlines()[0])}: no command is run: write a file in its place")
         elif match["word"] and not target:
             if match["word"].endswith("=") and text[at : at + 1] == "(":  # NAME=(…), an array
                 at = text.find(")", at) + 1 or len(text)

@@ -80,7 +80,7 @@ def is_source(text: str) -> bool:
 
 def is_command(text: str) -> bool:
     """True if a text is a command rather than the name of a file or model."""
-    words = re.split(r"[\s;&|()]+", text.strip())
+    words = re.split(r"[\s;&|()'\"]+", text.strip())
     programs = any(WORDS.fullmatch(word.rpartition("/")[2]) for word in words)
     return len(words) > 1 and programs and not os.path.exists(text)
 

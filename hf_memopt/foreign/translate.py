@@ -28,6 +28,10 @@ _OWN = {
 }
 # Fields of a training configuration that lengths and batches are computed of.
 _COUNTS = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length"), int)
+# What transformers compares with a DeepSpeed file (integrations/deepspeed.py, trainer_config_process).
+_COMPARED = dict.fromkeys(
+    ("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), float
+)
 _COMPLETION = 512  # max_completion_length by default, in ms-swift and in TRL 1.16
 
 
@@ -104,6 +108,8 @@ class Translation:
             groups["memory"]["loss_chunk_size"] = -(-tokens // chunks)
         if (training.get("fsdp_config") or {}).get("activation_checkpointing"):
             training.pop("activation_checkpointing", None)  # FSDP checkpoints layers itself
+        if training.get("deepspeed"):
+            training = fit(_COMPARED, {name: self.run[name] for name in _COMPARED if name in self.run}) | training
         adapter = own.get("method", "full") != "full"
         tool = Tool(
             name=self.table.name,
