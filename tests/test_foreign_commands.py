@@ -121,6 +121,10 @@ _COMMANDS = {
     f"NPROC_PER_NODE=2 trl sft {_MODEL}": {"world_size": None},  # which TRL does not read
     f"CUDA_VISIBLE_DEVICES=0,1 {_SWIFT}": "device_map='auto'",
     f"NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1 {_SWIFT}": {"world_size": 2},
+    f"NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1,2,3 {_SWIFT}": "device_map='auto'",
+    "axolotl train ax.yml --num-processes 4": {"world_size": 4},
+    f"deepspeed --module trl.scripts.sft {_MODEL}": {"world_size": None, **_OK},
+    f"NNODES=$WORLD NPROC_PER_NODE=8 {_SWIFT}": {"world_size": 8},
     f"NNODES=2 {_SWIFT}": {"world_size": 2},
     # The allocator.
     f"PYTORCH_ALLOC_CONF=expandable_segments:True {_SWIFT}": {"expandable": True},
@@ -163,6 +167,20 @@ def test_a_command_is_read_whole_or_refused(text):
     translation = read_source(text).translate()
     translation.check()
     assert {key: translation.fields.get(key) for key in expected} == expected
+
+
+def test_what_no_tool_reads_is_named_as_without_effect():
+    translation = read_source(f"NPROC_PER_NODE=2 trl sft {_MODEL}").translate()
+    assert "env.NPROC_PER_NODE" in translation.neutral
+    text = f"PYTORCH_ALLOC_CONF=expandable_segments:True,max_split_size_mb:512 NNODES=$WORLD NPROC_PER_NODE=8 {_SWIFT}"
+    keys = [remark.key for remark in read_source(text).translate().approximated]
+    assert sorted(keys) == ["env.NNODES", "env.PYTORCH_ALLOC_CONF"]
+
+
+def test_devices_of_a_command_and_of_the_hardware_must_agree(command):
+    job = "CUDA_VISIBLE_DEVICES=0 llamafactory-cli train lf.yaml"
+    code, _, errors = command("estimate", job, "--hardware", "2xrtx_4090")
+    assert code == 2 and "world_size=1 differ" in errors
 
 
 def test_doctor_takes_commands_that_end_like_files(command):
@@ -281,7 +299,10 @@ def test_a_plan_without_a_diff_lists_its_changes():
     assert in_words(source, {}).endswith("has these settings already")
 
 
-_DEEPSPEED = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {gradient_accumulation_steps: 16, zero_stage: 2}\n"
+_DEEPSPEED = """distributed_type: DEEPSPEED
+num_processes: 2
+deepspeed_config: {gradient_accumulation_steps: 16, zero_stage: 2}
+"""
 _JSON = {
     "zero_optimization": {"stage": 2},
     "bf16": {"enabled": "auto"},

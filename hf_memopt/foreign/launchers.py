@@ -121,8 +121,8 @@ def visible_devices(environment: Mapping[str, str]) -> int | None:
 
 ON = ("true", "y", "1")  # of a variable, as LLaMA-Factory reads it
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-# Variables that count_processes() has answered.
-COUNTED = {*_VISIBLE, "NPROC_PER_NODE", "NNODES", "FORCE_TORCHRUN"}
+# Variables that count_processes() answers, the last two of LLaMA-Factory and ms-swift.
+COUNTED = (*_VISIBLE, "NNODES", "NPROC_PER_NODE", "FORCE_TORCHRUN")
 _Count = tuple[int | None, str]
 
 

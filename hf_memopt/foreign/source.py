@@ -157,14 +157,16 @@ def _surroundings(
     """Ours of the variables and the launcher; what they do not answer of the variables becomes settings."""
     ours: dict[str, Any] = {}
     expandable, others = allocator_setting(environment)
-    rest = {name: value for name, value in environment.items() if name not in {*SPELLINGS, *COUNTED}}
+    read = {*SPELLINGS, *COUNTED} if launch.by in ("LLaMA-Factory", "ms-swift") else {*SPELLINGS, *COUNTED[:-2]}
+    rest = {name: value for name, value in environment.items() if name not in read}
     rest |= {SPELLINGS[0]: others} if others else {}
     processes, nodes = count_processes(launch, environment)
     if processes:
         ours["world_size"] = processes
     if nodes:
         rest["NNODES"] = nodes
-    if launch.by == "ms-swift" and processes == 1 and (visible_devices(environment) or 1) > 1:
+    each = environment.get("NPROC_PER_NODE", "1")
+    if launch.by == "ms-swift" and each.isdecimal() and (visible_devices(environment) or 0) > int(each):
         settings["device_map"] = "auto"  # what ms-swift does with more devices than processes
     if launch.by == "LLaMA-Factory" and processes != 1 and environment.get("OPTIM_TORCH", "1").lower() in ON:
         expandable = True if processes or "FORCE_TORCHRUN" in environment else expandable
