@@ -246,7 +246,9 @@ def test_an_engine_is_the_same_by_name_file_and_options(name, tmp_path):
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     kind = {"DEEPSPEED": ["--use_deepspeed"], "FSDP": ["--use_fsdp"]}.get(content["distributed_type"], [])
     settings = {**content, **content.get("deepspeed_config", {}), **content.get("fsdp_config", {})}
-    switches = {f"--{key}": value for key, value in settings.items() if f"--{key}" in LAUNCHERS["accelerate"].split()}
+    switches = {
+        f"--{key}": value for key, value in settings.items() if f"--{key}" in LAUNCHERS["accelerate"][0].split()
+    }
     flags = [f"--{key} {value}" for key, value in settings.items() if not isinstance(value, dict | list)]
     flags = [flag for flag in flags if flag.split()[0] not in switches] + [
         key for key, on in switches.items() if on is True

@@ -90,6 +90,9 @@ _COMMANDS = {
     f"deepspeed --num_gpus 2 trl/scripts/sft.py {_MODEL}": {"world_size": 2, **_OK},
     f"deepspeed --include localhost:0,1,2 trl/scripts/sft.py {_MODEL}": {"world_size": 3},
     f"deepspeed --hostfile hosts trl/scripts/sft.py {_MODEL}": "hostfile",
+    f"deepspeed --autotuning run trl/scripts/sft.py {_MODEL}": "autotuning='run': this option is not modelled",
+    f"torchrun --min_nodes 2 trl/scripts/sft.py {_MODEL}": "min_nodes=2: this option is not modelled",
+    "uv run --env-file=x axolotl train ax.yml": "ask about that",
     f"python -m torch.distributed.run --nproc-per-node=2 trl/scripts/sft.py {_MODEL}": {"world_size": 2},
     "accelerate launch --num_processes 2 -m axolotl.cli.train ax.yml": {"world_size": 2, **_OK},
     "torchrun --nproc_per_node=2 -m axolotl.cli.train ax.yml": {"world_size": 2},
@@ -167,6 +170,21 @@ def test_a_command_is_read_whole_or_refused(text):
     translation = read_source(text).translate()
     translation.check()
     assert {key: translation.fields.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("text", [text for text in _COMMANDS if not set(text) & set("\n;|&<#'\"$")])
+def test_another_word_is_never_dropped(text):
+    if isinstance(_COMMANDS[text], str):
+        return
+    words = text.split(" ")
+    for at in range(len(words) + 1):
+        for other in ("zzz", "--zzz=1", "zzz=1"):
+            try:
+                source = read_source(" ".join([*words[:at], other, *words[at:]]))
+                source.translate().check()
+            except InputError:
+                continue
+            assert "zzz" in str(source.settings), (other, at)
 
 
 def test_what_no_tool_reads_is_named_as_without_effect():

@@ -18,6 +18,7 @@ from hf_memopt.foreign.launchers import (
     Launch,
     argument_value,
     launcher_options,
+    refuse_unknown,
     take_options,
 )
 from hf_memopt.foreign.shell import Simple, Word, simple_commands
@@ -53,7 +54,7 @@ _OWN_LAUNCHERS = {
 _LAUNCHER_MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
-    "accelerate.commands.launch": "accelerate",
+    "accelerate.commands.launch": "accelerate launch",
     "deepspeed.launcher.runner": "deepspeed",
 }
 _FILE = (".yaml", ".yml", ".json")
@@ -196,10 +197,13 @@ def _started(words: Sequence[Word], check: bool = True) -> Command | None:
     if not rest:
         return None
     if launcher == "python" and module and (nested := _LAUNCHER_MODULES.get(rest[0].text)):
-        return _started(
-            [Word(nested, 0, 0), *([Word("launch", 0, 0)] if nested == "accelerate" else []), *rest[1:]], check
-        )
-    return _program(rest, Launch(launcher, options), check)
+        launch = [Word(word, 0, 0) for word in nested.split()]
+        command = _started([*launch, *rest[1:]], check)
+    else:
+        command = _program(rest, Launch(launcher, options), check)
+    if command and check:
+        refuse_unknown(Launch(launcher, options))
+    return command
 
 
 def _program(words: Sequence[Word], launch: Launch | None, check: bool) -> Command | None:
@@ -276,6 +280,7 @@ def _axolotl(words: Sequence[Word], launch: Launch, _: str, main: bool) -> Comma
             raise InputError(f"axolotl takes no word {brief(extra[0].text)} after --")
         options |= {"num_processes": own["num_processes"]} if "num_processes" in own else {}
         launch = Launch(launcher, options)
+        refuse_unknown(launch)
     arguments = [
         argument for argument in arguments if argument.key not in ("launcher", "num_processes", "main_process_port")
     ]
@@ -293,6 +298,7 @@ def _torchtune(words: Sequence[Word], launch: Launch, *_: Any) -> Command | None
         raise InputError("tune run: torchtune reads its file as --config FILE, in two words")
     at = texts.index("--config")
     arguments = _pairs([*words[1:at], *words[at + 2 :]], "torchtune")
+    refuse_unknown(Launch("torchrun", options))
     launch = Launch("torchtune", options)
     return Command("torchtune", {"recipe": texts[0]}, arguments, texts[at + 1], "key=value", launch)
 

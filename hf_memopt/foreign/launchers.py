@@ -23,17 +23,28 @@ PREFIXES = {
     "conda run": "-n -p --name --prefix",
 }
 POSITIONALS = {"timeout": 1}  # words that a prefix takes itself
-# Launcher -> its options without a value (accelerate.commands.launch, torch.distributed.run,
-# deepspeed.launcher.runner).
+# Launcher -> its options without a value, and those with one (torch.distributed.run, deepspeed.launcher.runner). Those of
+# accelerate.commands.launch with a value are engine_of_launch()'s to know.
 LAUNCHERS = {
-    "accelerate": "-h -q -m --quiet --cpu --debug --downcast_bf16 --dynamo_use_dynamic --dynamo_use_fullgraph "
-    "--dynamo_use_regional_compilation --enable_cpu_affinity --fp8_use_autocast_during_eval --module --multi_gpu "
-    "--no_python --no_tpu_cluster --same_network --tpu --tpu_cluster --tpu_use_sudo --use_deepspeed --use_fsdp "
-    "--use_megatron_lm --use_parallelism_config",
-    "torchrun": "-m --module --no_python --run_path --standalone --virtual_local_rank",
-    "deepspeed": "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid "
-    "--enable_each_rank_log --bind_cores_to_rank",
-    "python": "-m -u -O -OO -B -I -s -S -E -P",
+    "accelerate": (
+        "-h -q -m --quiet --cpu --debug --downcast_bf16 --dynamo_use_dynamic --dynamo_use_fullgraph "
+        "--dynamo_use_regional_compilation --enable_cpu_affinity --fp8_use_autocast_during_eval --module --multi_gpu "
+        "--no_python --no_tpu_cluster --same_network --tpu --tpu_cluster --tpu_use_sudo --use_deepspeed --use_fsdp "
+        "--use_megatron_lm --use_parallelism_config",
+        "",
+    ),
+    "torchrun": (
+        "-m --module --no_python --run_path --standalone --virtual_local_rank",
+        "--nnodes --nproc_per_node --rdzv_backend --rdzv_endpoint --rdzv_id --rdzv_conf --max_restarts "
+        "--monitor_interval --start_method --event_log_handler --role --log_dir -r --redirects -t --tee "
+        "--local_ranks_filter --node_rank --master_addr --master_port --local_addr --logs_specs --numa_binding",
+    ),
+    "deepspeed": (
+        "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid --bind_cores_to_rank",
+        "-i --include --num_nodes --num_gpus --num_accelerators --master_port --master_addr --node_rank --launcher "
+        "--launcher_args --enable_each_rank_log --bind_core_list --ssh_port --venv_script",
+    ),
+    "python": ("-m -u -O -OO -B -I -s -S -E -P -q -v", "-W -X"),
 }
 
 
@@ -59,10 +70,12 @@ def take_options(words: Sequence[Word], has_value: Callable[[str], bool]) -> tup
     options: dict[str, Any] = {}
     while words and words[0].text.startswith("-"):
         name, equals, value = words[0].text.partition("=")
+        name = f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
+        if equals and not has_value(name):
+            break  # an option that is not known here
         words = words[1:]
         if name == "--":
             break
-        name = f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
         if not equals and has_value(name):
             value, words = words[0].text if words else "", words[1:]
         key = name.lstrip("-")
@@ -82,9 +95,20 @@ def argument_value(word: str) -> Any:
 
 def launcher_options(launcher: str, words: Sequence[Word]) -> tuple[dict[str, Any], Sequence[Word]]:
     """The options of a launcher, and the words after them."""
-    switches = LAUNCHERS[launcher].split()
-    valued = ("-W", "-X") if launcher == "python" else ()
-    return take_options(words, lambda name: name in valued if launcher == "python" else name not in switches)
+    switches = LAUNCHERS[launcher][0].split()
+    return take_options(words, lambda name: name not in switches and (name.startswith("--") or len(name) == 2))
+
+
+def refuse_unknown(launch: Launch) -> None:
+    """Refuse an option of a launcher that may say how many processes it starts.
+
+    Raises:
+        InputError: one that is not known.
+    """
+    switches, valued = LAUNCHERS.get(launch.by, ("", ""))
+    known = {name.lstrip("-") for name in f"{switches} {valued}".split()}
+    if valued and (unknown := next(iter(launch.options.keys() - known), None)):
+        raise InputError(f"{launch.by}: {unknown}={brief(launch.options[unknown])}: this option is not modelled")
 
 
 def count_processes(launch: Launch, environment: Mapping[str, str]) -> tuple[int | None, str]:
@@ -163,15 +187,11 @@ def _torchrun(options: Mapping[str, Any], _: Mapping[str, str], visible: int | N
 
 
 def _deepspeed(options: Mapping[str, Any], _: Mapping[str, str], visible: int | None) -> _Count:
-    if include := str(options.get("include", "")):
+    if include := str(options.get("include", options.get("i", ""))):
         hosts = [host.partition(":")[2] for host in include.split("@")]
         if not all(hosts):
             raise InputError(f"include={include} names no devices: write HOST:0,1")
         return sum(len(devices.split(",")) for devices in hosts), ""
-    if "exclude" in options or "hostfile" in options or "H" in options:
-        raise InputError("deepspeed: how many devices a hostfile or --exclude leaves is not known: write --include")
-    if "autotuning" in options:
-        raise InputError(f"deepspeed --autotuning={options['autotuning']} chooses settings itself: not modelled")
     each = options.get("num_gpus", options.get("num_accelerators", visible))
     return _times(options.get("num_nodes", 1), "num_nodes", _whole("num_gpus", each) if each else None)
 
