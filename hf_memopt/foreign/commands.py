@@ -163,7 +163,8 @@ def _recognized(words: Sequence[Word], environment: dict[str, str]) -> Command |
         quoted = [inner.words for word in words[1:] if " " in word.text for inner in _readable(word.text)]
         for part in [*(words[at:] for at in range(1, len(words))), *quoted]:
             if part and _started(part, check=False):
-                raise InputError(f"{name} starts {brief(' '.join(_texts(part)))} as is not known: ask about that")
+                started = brief(" ".join(_texts(part)))
+                raise InputError(f"{name} starts {started} in a way that is not known: ask about that command")
     return None
 
 

@@ -23,8 +23,8 @@ PREFIXES = {
     "conda run": "-n -p --name --prefix",
 }
 POSITIONALS = {"timeout": 1}  # words that a prefix takes itself
-# Launcher -> its options without a value, and those with one (torch.distributed.run, deepspeed.launcher.runner). Those of
-# accelerate.commands.launch with a value are engine_of_launch()'s to know.
+# Launcher -> its options without a value, and those with one (torch.distributed.run, deepspeed.launcher.runner). Of
+# accelerate.commands.launch, engine_of_launch() knows those with one.
 LAUNCHERS = {
     "accelerate": (
         "-h -q -m --quiet --cpu --debug --downcast_bf16 --dynamo_use_dynamic --dynamo_use_fullgraph "
