@@ -75,6 +75,9 @@ def run_migrate(file: str, folder: str | None, overwrite: bool, settings: list[s
     if spec.seq_len is None and source.table.length:
         raise InputError(f"{source.label}: {source.table.length}: set it there")
     translation = source.translate()
+    if translation.unwritten:
+        unwritten = ", ".join(sorted(translation.unwritten))
+        say(f"note: no recipe takes these as they are, set what you need of them yourself: {unwritten}", sys.stderr)
     if folder is None:
         return say(migrated_command(spec, translation))
     place = folder_for(folder)

@@ -69,6 +69,7 @@ class Table:
         version: that was read, with its commit.
         source: where its keys and defaults are.
         defaults: its settings where a file has none.
+        multiples: a setting -> another and a factor, which is its default.
         rows: in the order in which they are asked.
         plan: ours -> their keys that a plan may set.
         expandable: it sets the allocator's expandable segments itself.
@@ -84,6 +85,7 @@ class Table:
     source: str
     rows: tuple[Row, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    multiples: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     plan: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     expandable: bool = False
     engines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -52,6 +52,7 @@ class Translation:
         run: ours that memory does not depend on -> value, which a run takes.
         translated: key of theirs -> ours.
         neutral: keys without effect on memory.
+        unwritten: keys of which a migrated job has nothing, or a part.
         approximated, refused, unknown: the rest.
     """
 
@@ -60,6 +61,7 @@ class Translation:
     run: dict[str, Any] = field(default_factory=dict)
     translated: dict[str, str] = field(default_factory=dict)
     neutral: list[str] = field(default_factory=list)
+    unwritten: list[str] = field(default_factory=list)
     approximated: list[Remark] = field(default_factory=list)
     refused: list[Remark] = field(default_factory=list)
     unknown: list[Remark] = field(default_factory=list)
@@ -149,6 +151,9 @@ def translate(table: Table, settings: Mapping[str, Any], folder: Path) -> Transl
             result.neutral.append(key)
         else:
             result.unknown.append(Remark(key, None))
+    for key, (other, factor) in table.multiples.items():
+        if is_off(present.get(key)) and isinstance(present.get(other), int):
+            present[key] = factor * present[other]
     # In the table's order: a later row may change what an earlier one set.
     for key in sorted(present, key=lambda key: table.place(key)):
         _apply(result, key, present, folder, given=key in flat)
@@ -201,6 +206,9 @@ def _set(result: Translation, row: Row, key: str, value: Any, folder: Path, give
         result.neutral.append(key)
     elif given:
         result.translated[key] = row.to or ", ".join(row.also)
+    changed = row.effect == "none" and as_text(ours) != as_text(value)
+    if given and row.effect in ("none", "approximated") and (changed or not (row.to or row.also)):
+        result.unwritten.append(key)
 
 
 def _put(target: dict[str, Any], name: str, value: Any) -> None:

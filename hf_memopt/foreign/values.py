@@ -59,7 +59,7 @@ def words(value: Any, *_: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def last_name(value: Any, *_: Any) -> Any:
+def first_name(value: Any, *_: Any) -> Any:
     """The first of several data sets, by its path."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, Mapping):
@@ -85,5 +85,5 @@ def component(value: Any, table: Table, _: Path) -> str:
 
 
 VIA: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function for function in (deepspeed, modules, mapping, words, last_name, nothing, component)
+    function.__name__: function for function in (deepspeed, modules, mapping, words, first_name, nothing, component)
 }
