@@ -17,6 +17,7 @@ _GROUPS = ("training", "lora", "quantization", "sizes", "memory", "own")
 # Fields of JobSpec that a table may set, as it takes them.
 _OWN = {
     "seq_len": int,
+    "unbounded": str,  # the reason that there is none
     "prompt_len": int,  # of a sample whose completion is generated
     "world_size": int,
     "effective_batch_size": int,
@@ -28,6 +29,8 @@ _OWN = {
 }
 # Fields of a training configuration that lengths and batches are computed of.
 _COUNTS = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "max_completion_length"), int)
+# Parts of a micro-batch -> our field of their tokens, and the tokens of the largest where their number is not set (0).
+_PARTS = {"loss_chunks": ("loss_chunk_size", 1), "mlp_tiles": ("mlp_tile_size", 32768)}
 _COMPLETION = 512  # max_completion_length by default, in ms-swift and in TRL 1.16
 
 
@@ -86,11 +89,17 @@ class Translation:
             more = f" ({len(sentences) - 1} more: hf-memopt doctor FILE)" if len(sentences) > 1 else ""
             raise InputError(f"{self.table.name}: {sentences[0]}{more}")
 
-    def spec(self, seq_len: int | None = None) -> JobSpec:
+    @property
+    def length(self) -> str:
+        """The reason that a job without a length is refused; empty where its tool has a default."""
+        return self.fields.get("unbounded", self.table.length)
+
+    def spec(self, seq_len: int | None = None, devices: int | None = None) -> JobSpec:
         """The job that the file describes.
 
         Args:
             seq_len: in place of the file's.
+            devices: in place of the file's.
 
         Raises:
             InputError: a value that our field does not take.
@@ -98,12 +107,21 @@ class Translation:
         groups = self._groups()
         own, training = fit(_OWN, groups["own"]), groups["training"]
         training |= fit(_COUNTS, {name: training[name] for name in _COUNTS.keys() & training.keys()})
+        own.pop("unbounded", None)
+        batch = max(1, training.get("per_device_train_batch_size", 1))
+        if self.table.step_samples:
+            steps = -(-self.table.step_samples // (batch * (devices or own.get("world_size") or 1)))
+            training.setdefault("gradient_accumulation_steps", steps)
         if prompt := own.pop("prompt_len", None):  # here a sample is both
             own["seq_len"] = prompt + training.get("max_completion_length", _COMPLETION)
         own["seq_len"] = seq_len or own.get("seq_len")
-        if (chunks := groups["memory"].pop("loss_chunks", None)) and own["seq_len"]:
-            tokens = own["seq_len"] * training.get("per_device_train_batch_size", 1)
-            groups["memory"]["loss_chunk_size"] = -(-tokens // chunks)
+        memory, length = groups["memory"], own["seq_len"] or 0
+        counts = fit(dict.fromkeys(_PARTS, int), {name: memory.pop(name) for name in _PARTS.keys() & memory.keys()})
+        for name, parts in counts.items():
+            field_name, largest = _PARTS[name]
+            parts = parts or -(-length * (batch if own.get("packed") else 1) // largest)
+            if length and parts > 1:
+                memory[field_name] = -(-length * batch // parts)
         if (training.get("fsdp_config") or {}).get("activation_checkpointing"):
             training.pop("activation_checkpointing", None)  # FSDP checkpoints layers itself
         adapter = own.get("method", "full") != "full"
@@ -132,7 +150,7 @@ class Translation:
             place = groups[group]
             for key in keys[:-1]:
                 place = place.setdefault(key, {})
-            place[keys[-1]] = value
+            place[keys[-1]] = dict(value) if isinstance(value, Mapping) else value
         return groups
 
 
@@ -144,8 +162,8 @@ def translate(table: Table, settings: Mapping[str, Any], folder: Path) -> Transl
     """
     result = Translation(table)
     flat = dict(_flat(table, settings))
-    # What is null is what its tool does by itself.
-    present = {**table.defaults, **{key: value for key, value in flat.items() if value is not None}}
+    given = {key: value for key, value in flat.items() if value is not None or table.reads_null(key)}
+    present = {**table.defaults, **given}
     for key in flat.keys() - present.keys():
         if table.rows_of(key):
             result.neutral.append(key)
@@ -181,7 +199,9 @@ def _apply(result: Translation, key: str, present: Mapping[str, Any], folder: Pa
     if not rows:
         result.unknown.append(Remark(key, value))
     elif row is None and not is_off(value):
-        result.refused.append(Remark(key, value, "this value is not known"))
+        others = ", ".join({name: 0 for row in rows if row.values is None and row.only is None for name in row.when})
+        text = f"what it does beside these values of {others} is not known" if others else "this value is not known"
+        result.refused.append(Remark(key, value, text))
     elif row is None or (row.is_switch and is_off(value)):
         result.neutral += [key] if given else []
     elif row.effect == "refused":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.engines.engine import read_settings
+from hf_memopt.engines.fsdp import fsdp_settings
 from hf_memopt.errors import InputError, brief
 from hf_memopt.files import read_json
 from hf_memopt.foreign.table import Table, is_off
@@ -33,6 +34,24 @@ def deepspeed(value: Any, table: Table, folder: Path) -> Any:
     if content := table.engines.get(text.rpartition("/")[2].removesuffix(".json")):
         return {**AUTO, **content}
     raise InputError(f"{brief(text)} is neither a file here nor one that {table.name} {table.version} ships")
+
+
+def fsdp(value: Any, table: Table, folder: Path) -> dict[str, Any]:
+    """FSDP's settings, of a mapping, a JSON text or a file, in the words of TrainingArguments.
+
+    Raises:
+        InputError: it is neither, or the file is not here.
+    """
+    if not isinstance(value, Mapping | str):
+        raise InputError(f"{brief(value)} is neither a mapping nor a file")
+    path = folder / value if isinstance(value, str) and value.endswith(".json") else value
+    settings = fsdp_settings(None, str(path) if isinstance(path, Path) else path)
+    if "offload_params" in settings:
+        settings["cpu_offload"] = settings.pop("offload_params")
+    settings.pop("final_state_dict_type", None)  # of what is saved
+    if sharding := settings.pop("sharding_strategy", None):
+        settings["reshard_after_forward"] = str(sharding).lower()
+    return settings
 
 
 def modules(value: Any, *_: Any) -> Any:
@@ -85,5 +104,5 @@ def component(value: Any, table: Table, _: Path) -> str:
 
 
 VIA: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function for function in (deepspeed, modules, mapping, words, first_name, nothing, component)
+    function.__name__: function for function in (deepspeed, fsdp, modules, mapping, words, first_name, nothing, component)
 }
