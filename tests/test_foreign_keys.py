@@ -17,6 +17,7 @@ MODEL = {
     },
     "trl": {"model_name_or_path": "m"},
 }
+KWARGS, REENTRANT = "gradient_checkpointing_kwargs", {"use_reentrant": True}
 LIGER = {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}
 OFF = dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "swiglu", "geglu"), False)
 LINEAR = "torchtune.modules.loss.LinearCrossEntropyLoss"
@@ -99,8 +100,8 @@ def test_the_devices_of_the_command_line_count(command):
         ("trl", {"torch_dtype": None}, {"dtype": "auto"}),
         ("trl", {"bnb_4bit_quant_type": "nf4"}, {"method": "full"}),
         *(
-            ("trl", {key: {"use_reentrant": True}}, {"training.activation_checkpointing_kwargs": {"use_reentrant": True}})
-            for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+            ("trl", {f"{name}_kwargs": REENTRANT}, {"training.activation_checkpointing_kwargs": REENTRANT})
+            for name in ("gradient_checkpointing", "activation_checkpointing")
         ),
         (
             "trl",
@@ -196,7 +197,17 @@ def test_zero2_torch_compile_is_shipped_by_axolotl(tmp_path):
         ("axolotl", {"activation_offloading": True}, "activation_offloading"),
         ("axolotl", {"selective_checkpointing": True}, "selective_checkpointing"),
         ("axolotl", {"model_type": "AutoModelForSequenceClassification"}, "model_type"),
-        ("axolotl", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": "yes"}, "gradient_checkpointing_kwargs"),
+        ("axolotl", {"gradient_checkpointing": True, KWARGS: "yes"}, KWARGS),
+        ("torchtune", {"model._component_": "torchtune.models.phi3.lora_phi3_mini"}, "model._component_"),
+        ("torchtune", {"model._component_": "torchtune.models.phi4.qlora_phi4_14b"}, "model._component_"),
+        (
+            "torchtune",
+            {
+                "model._component_": "torchtune.models.llama4.lora_llama4_scout_17b_16e",
+                "model.apply_lora_to_mlp": True,
+            },
+            "model._component_",
+        ),
         ("llama_factory", {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method"),
         ("llama_factory", {"quantization_bit": 3}, "quantization_bit"),
         ("ms_swift", {"quant_method": "hqq", "quant_bits": 4}, "quant_method"),
@@ -216,3 +227,22 @@ def test_samples_that_are_not_truncated_need_a_length(words, command):
     assert code == 2 and "is null" in errors and "--seq-len" in errors
     assert command("estimate", file, "--hardware", "rtx_4090", "--seq-len", "64")[0] == 0
     assert command("migrate", file)[0] == 2
+
+
+def test_liger_beside_another_loss_and_tiles(command, tmp_path):
+    """Its switches that are off replace nothing."""
+    cut = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+    content = {
+        "base_model": "Qwen/Qwen2.5-0.5B",
+        "sequence_len": 256,
+        "plugins": [*LIGER["plugins"], cut],
+        "liger_rms_norm": True,
+        "tiled_mlp": True,
+        "tiled_mlp_num_shards": 2,
+    }
+    (tmp_path / "a.yml").write_text(json.dumps(content))
+    code, output, _ = command("estimate", str(tmp_path / "a.yml"), "--hardware", "rtx_4090", "--json")
+    assert code == 0 and "loss in chunks of 512" in json.loads(output)["estimated"]
+    (tmp_path / "a.yml").write_text(json.dumps(content | {"liger_fused_linear_cross_entropy": True}))
+    code, _, errors = command("estimate", str(tmp_path / "a.yml"), "--hardware", "rtx_4090")
+    assert code == 2 and "both replace the loss" in errors

@@ -104,5 +104,6 @@ def component(value: Any, table: Table, _: Path) -> str:
 
 
 VIA: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function for function in (deepspeed, fsdp, modules, mapping, words, first_name, nothing, component)
+    function.__name__: function
+    for function in (deepspeed, fsdp, modules, mapping, words, first_name, nothing, component)
 }
