@@ -155,6 +155,14 @@ def test_the_devices_of_the_command_line_count(command):
                 "training.fsdp_config": {"version": 2, "cpu_offload": True},
             },
         ),
+        (
+            "axolotl",
+            {"fsdp_config": {"state_dict_type": "x"}},
+            {"training.fsdp_config": {"version": 1, "state_dict_type": "x"}},
+        ),
+        ("axolotl", {"fsdp_config": {"fsdp_version": 2}}, {"training.fsdp_config": {"version": 2}}),
+        ("axolotl", {"fsdp": ["full_shard"]}, {"training.fsdp_config": {"version": 1}, "training.fsdp": "full_shard"}),
+        ("axolotl", {"fsdp": ["full_shard"], "fsdp_version": 2}, {"training.fsdp_config": {"version": 2}}),
         ("axolotl", {"fsdp_version": 2}, {"training.fsdp_config": None, "training.fsdp": None}),
         ("axolotl", {"tiled_mlp": True, "sequence_len": 65536}, {"memory.mlp_tile_size": 32768}),
         ("axolotl", {"tiled_mlp": True, "sequence_len": 4096}, {"memory.mlp_tile_size": None}),
@@ -183,9 +191,16 @@ def test_a_key_is_read_as_its_tool_reads_it(tool, settings, expected, tmp_path):
         assert (name, fields.get(name)) == (name, value)
 
 
-def test_zero2_torch_compile_is_shipped_by_axolotl(tmp_path):
-    fields = _read("axolotl", {"deepspeed": "deepspeed_configs/zero2_torch_compile.json"}, tmp_path, seq_len=64)
-    assert fields["training.deepspeed"]["zero_optimization"]["stage"] == 2
+@pytest.mark.parametrize(
+    ("tool", "file", "stage"),
+    [
+        ("axolotl", "deepspeed_configs/zero2_torch_compile.json", 2),
+        ("llama_factory", "examples/deepspeed/ds_z3_fp8_config.json", 3),
+    ],
+)
+def test_files_that_a_tool_ships_are_known(tool, file, stage, tmp_path):
+    fields = _read(tool, {"deepspeed": file}, tmp_path, seq_len=64)
+    assert fields["training.deepspeed"]["zero_optimization"]["stage"] == stage
 
 
 @pytest.mark.parametrize(
@@ -208,6 +223,8 @@ def test_zero2_torch_compile_is_shipped_by_axolotl(tmp_path):
             },
             "model._component_",
         ),
+        ("llama_factory", {"deepspeed": "examples/deepspeed/ds_z2_autotp_config.json"}, "deepspeed"),
+        ("llama_factory", {"deepspeed": {"tensor_parallel": {"autotp_size": 2}}}, "deepspeed"),
         ("llama_factory", {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method"),
         ("llama_factory", {"quantization_bit": 3}, "quantization_bit"),
         ("ms_swift", {"quant_method": "hqq", "quant_bits": 4}, "quant_method"),

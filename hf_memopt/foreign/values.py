@@ -21,8 +21,15 @@ def deepspeed(value: Any, table: Table, folder: Path) -> Any:
     """DeepSpeed's settings, of a file beside theirs or of one that their tool ships.
 
     Raises:
-        InputError: neither there nor known.
+        InputError: neither there nor known, or not modelled.
     """
+    settings = _deepspeed_settings(value, table, folder)
+    if isinstance(settings, Mapping) and "tensor_parallel" in settings:
+        raise InputError("DeepSpeed's tensor parallelism is not modelled")
+    return settings
+
+
+def _deepspeed_settings(value: Any, table: Table, folder: Path) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     text = str(value)
@@ -52,6 +59,11 @@ def fsdp(value: Any, table: Table, folder: Path) -> dict[str, Any]:
     if sharding := settings.pop("sharding_strategy", None):
         settings["reshard_after_forward"] = str(sharding).lower()
     return settings
+
+
+def fsdp1(value: Any, table: Table, folder: Path) -> dict[str, Any]:
+    """FSDP's settings of a tool that takes version 1 by default."""
+    return {"version": 1, **fsdp(value, table, folder)}
 
 
 def modules(value: Any, *_: Any) -> Any:
@@ -105,5 +117,5 @@ def component(value: Any, table: Table, _: Path) -> str:
 
 VIA: Mapping[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (deepspeed, fsdp, modules, mapping, words, first_name, nothing, component)
+    for function in (deepspeed, fsdp, fsdp1, modules, mapping, words, first_name, nothing, component)
 }
