@@ -139,7 +139,7 @@ def test_the_devices_of_the_command_line_count(command):
                 "fused_linear_cross_entropy": ["fused_linear_cross_entropy"],
             }.items()
         ),
-        ("axolotl", LIGER, {"training.liger_kernel_config": OFF}),
+        ("axolotl", LIGER, {"training.use_liger_kernel": None}),
         ("axolotl", {"liger_rope": True}, {"training.use_liger_kernel": None, "training.liger_kernel_config": None}),
         ("axolotl", {"torch_compile": "auto"}, {"training.torch_compile": True}),
         (
