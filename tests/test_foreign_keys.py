@@ -139,6 +139,13 @@ def test_the_devices_of_the_command_line_count(command):
                 "fused_linear_cross_entropy": ["fused_linear_cross_entropy"],
             }.items()
         ),
+        ("axolotl", {"gradient_checkpointing": True}, {"training.activation_checkpointing_kwargs": REENTRANT}),
+        ("axolotl", {"gradient_checkpointing": True, "rl": "dpo"}, {"training.activation_checkpointing_kwargs": None}),
+        (
+            "axolotl",
+            {"gradient_checkpointing": True, KWARGS: {"use_reentrant": False}},
+            {"training.activation_checkpointing_kwargs": {"use_reentrant": False}},
+        ),
         ("axolotl", LIGER, {"training.use_liger_kernel": None}),
         ("axolotl", {"liger_rope": True}, {"training.use_liger_kernel": None, "training.liger_kernel_config": None}),
         ("axolotl", {"torch_compile": "auto"}, {"training.torch_compile": True}),
