@@ -110,7 +110,7 @@ class Translation:
         own.pop("unbounded", None)
         batch = max(1, training.get("per_device_train_batch_size", 1))
         if self.table.step_samples:
-            steps = -(-self.table.step_samples // (batch * (devices or own.get("world_size") or 1)))
+            steps = -(-self.table.step_samples // (batch * max(1, devices or own.get("world_size") or 1)))
             training.setdefault("gradient_accumulation_steps", steps)
         if prompt := own.pop("prompt_len", None):  # here a sample is both
             own["seq_len"] = prompt + training.get("max_completion_length", _COMPLETION)
@@ -120,7 +120,7 @@ class Translation:
         for name, parts in counts.items():
             field_name, largest = _PARTS[name]
             parts = parts or -(-length * (batch if own.get("packed") else 1) // largest)
-            if length and parts > 1:
+            if length and parts != 1:
                 memory[field_name] = -(-length * batch // parts)
         if (training.get("fsdp_config") or {}).get("activation_checkpointing"):
             training.pop("activation_checkpointing", None)  # FSDP checkpoints layers itself
