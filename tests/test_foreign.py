@@ -405,15 +405,19 @@ def test_the_keys_by_which_a_trainer_is_known_are_fields_of_its_configuration():
 @pytest.mark.parametrize(
     ("text", "key", "words"),
     [
-        ("llamafactory-cli train --stage dpo", "stage", "float32 copy"),
-        ("llamafactory-cli train --stage dpo --pref_loss simpo --enable_liger_kernel true", "stage", "float32 copy"),
-        ("llamafactory-cli train --stage dpo --ref_model b --finetuning_type lora", "stage", "float32 copy"),
-        ("llamafactory-cli train --stage dpo --finetuning_type full --deepspeed ds_z3_config", "stage", "float32"),
+        ("llamafactory-cli train --stage dpo --pref_loss simpo", "pref_loss", "this loss"),
+        ("llamafactory-cli train --stage dpo --enable_liger_kernel true", "enable_liger_kernel", "model/loader.py"),
+        ("llamafactory-cli train --stage dpo --ref_model b --finetuning_type lora", "ref_model", "beside adapters"),
+        ("llamafactory-cli train --stage dpo --finetuning_type full --deepspeed ds_z3_config", "stage", "reference"),
         ("llamafactory-cli train --stage kto --per_device_train_batch_size 1", "stage", "train/kto/trainer.py"),
         ("llamafactory-cli train --stage rm", "stage", "value head"),
         ("llamafactory-cli train --stage ppo", "stage", "this trainer is not modelled"),
         ("llamafactory-cli train --use_asft_loss true", "use_asft_loss", "reference model"),
-        ("swift rlhf", "rlhf_type", "default is DPO"),
+        ("swift rlhf --tuner_type full", "rlhf_type", "default is DPO"),
+        ("swift rlhf --rlhf_type dpo --tuner_type full", "rlhf_type", "reference model"),
+        ("swift rlhf --use_liger_kernel true", "use_liger_kernel", "ms-swift's DPO"),
+        ("swift rlhf --rlhf_type dpo --use_liger_kernel true", "use_liger_kernel", "ms-swift's DPO"),
+        ("swift rlhf --ref_model b", "ref_model", "full training"),
         ("swift rlhf --rlhf_type kto", "rlhf_type", "logits of all answers"),
         ("swift rlhf --rlhf_type grpo --max_completion_length 512", "rlhf_type", "logits of all answers"),
         ("swift rlhf --rlhf_type rm --ref_model b", "ref_model", "full training"),
@@ -442,4 +446,47 @@ def test_torchtunes_dpo_is_refused(tmp_path):
 
 def test_a_file_of_ms_swifts_preference_training_is_none_of_fine_tuning(tmp_path):
     (tmp_path / "job.yaml").write_text("model: a\nrlhf_type: dpo\n")
-    assert [key for key, _ in read_source(str(tmp_path / "job.yaml")).translate().faults()] == ["rlhf_type"]
+    assert read_source(str(tmp_path / "job.yaml")).translate().fields["task"] == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("text", "copies"),
+    [
+        ("llamafactory-cli train --stage dpo --do_train true --bf16 true --cutoff_len 256 --model_name_or_path", 4),
+        ("swift rlhf --max_length 256 --per_device_train_batch_size 1 --model", 3),
+        ("trl dpo --use_peft true --max_length 256 --per_device_train_batch_size 1 --model_name_or_path", 0),
+    ],
+)
+def test_dpo_holds_the_logits_that_the_tools_trainer_holds(text, copies, command):
+    """LLaMA-Factory's: the policy's and the reference's, each with its log softmax; ms-swift's: the policy's, and
+    their gradient while rows of it are added up."""
+    batch = " --per_device_train_batch_size 1" if text.startswith("llama") else ""
+    code, output, _ = command("estimate", f"{text} {builtin_model()}{batch}", "--hardware", "rtx_4090", "--json")
+    vocabulary = json.loads((Path(builtin_model()) / "config.json").read_text())["vocab_size"]
+    logits = json.loads(output)["breakdown"]["logits"] / (2 * 256 * vocabulary * 4)
+    assert code == 0 and logits == pytest.approx(copies, rel=0.02, abs=0.01)
+
+
+@pytest.mark.parametrize("tool", ["LLaMA-Factory", "ms-swift"])
+def test_heads_with_all_logits_score_as_trls_head_does(tool):
+    import torch
+    import trl.trainer.dpo_trainer
+    from transformers import AutoModelForCausalLM
+
+    from hf_memopt.estimator.patches.trl_trainers import whole_logits
+
+    ids = torch.tensor([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]])
+    labels = ids.masked_fill(torch.tensor([[1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]).bool(), -100)
+    scores = []
+    for other in ("", tool):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(builtin_model(), dtype="float32")
+        with whole_logits(other):
+            trl.trainer.dpo_trainer.add_fused_lm_head(
+                model, outputs=("log_probs", "entropy", "mean_logits", "is_top1")
+            )
+        outputs = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        outputs.log_probs.sum().backward()
+        scores.append((outputs.log_probs, model.get_input_embeddings().weight.grad))
+    for fused, whole in zip(*scores, strict=True):
+        torch.testing.assert_close(fused, whole, rtol=1e-3, atol=1e-4)
