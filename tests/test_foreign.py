@@ -467,6 +467,19 @@ def test_dpo_holds_the_logits_that_the_tools_trainer_holds(text, copies, command
     assert code == 0 and logits == pytest.approx(copies, rel=0.02, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("swift sft --max_length 64 --model", ("--task", "kto")),
+        ("swift rlhf --max_length 64 --model", ("--method", "full")),
+        ("llamafactory-cli train --do_train true --model_name_or_path", ("--task", "grpo")),
+    ],
+)
+def test_options_make_no_trainer_of_a_tool_that_is_not_modelled(text, options, command):
+    code, _, errors = command("estimate", f"{text} {builtin_model()}", "--hardware", "rtx_4090", *options)
+    assert code == 2 and "trainer holds logits" in errors
+
+
 @pytest.mark.parametrize("tool", ["LLaMA-Factory", "ms-swift"])
 def test_heads_with_all_logits_score_as_trls_head_does(tool):
     import torch

@@ -11,7 +11,7 @@ from hf_memopt.errors import InputError, as_input_error, brief
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.fake_pretrained import fake_models
 from hf_memopt.estimator.job import Job, describe
-from hf_memopt.estimator.patches.trl_trainers import whole_logits, without_engine, without_precomputing
+from hf_memopt.estimator.patches.trl_trainers import WHOLE_LOGITS, whole_logits, without_engine, without_precomputing
 from hf_memopt.estimator.tracing.model import ModelSettings, adapters_for, make_model
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet
 from hf_memopt.estimator.tracing.trace import TracedJob
@@ -75,6 +75,11 @@ def describe_task(
     if row is None:
         return describe(model, args, seq_len, hardware, task=task, **settings)
     _check(task, seq_len, settings)
+    dpo = tool in WHOLE_LOGITS and task == "dpo" and settings.get("peft_config") is not None
+    if tool and tool != "TRL" and task != "reward" and not dpo:
+        raise InputError(
+            f"task={task}: {tool}'s trainer holds logits and reference models otherwise than TRL's: not modelled"
+        )
     config = load_config(model)
     if row.model == "sequence-classification":
         config = copy.deepcopy(config)  # the caller's own, which a search asks about again
