@@ -409,6 +409,7 @@ def test_the_keys_by_which_a_trainer_is_known_are_fields_of_its_configuration():
         ("llamafactory-cli train --stage dpo --enable_liger_kernel true", "enable_liger_kernel", "model/loader.py"),
         ("llamafactory-cli train --stage dpo --ref_model b --finetuning_type lora", "ref_model", "beside adapters"),
         ("llamafactory-cli train --stage dpo --finetuning_type full --deepspeed ds_z3_config", "stage", "reference"),
+        ("llamafactory-cli train --stage dpo --packing true --neat_packing true", "neat_packing", "stage: sft"),
         ("llamafactory-cli train --stage kto --per_device_train_batch_size 1", "stage", "train/kto/trainer.py"),
         ("llamafactory-cli train --stage rm", "stage", "value head"),
         ("llamafactory-cli train --stage ppo", "stage", "this trainer is not modelled"),
