@@ -59,12 +59,6 @@ def test_the_devices_of_the_command_line_count(command):
 @pytest.mark.parametrize(
     ("tool", "settings", "expected"),
     [
-        ("ms_swift", {"command": "rlhf", "rlhf_type": "grpo"}, {"training.gradient_accumulation_steps": 1}),
-        (
-            "ms_swift",
-            {"command": "rlhf", "rlhf_type": "grpo", "gradient_accumulation_steps": 2},
-            {"training.gradient_accumulation_steps": 2},
-        ),
         ("ms_swift", {}, {"training.bf16": True, "dtype": "bfloat16"}),
         ("ms_swift", {"torch_dtype": "float16"}, {"training.bf16": False, "training.fp16": True, "dtype": "float16"}),
         ("ms_swift", {"torch_dtype": "float32"}, {"training.bf16": False, "training.fp16": True, "dtype": "float32"}),
@@ -140,7 +134,6 @@ def test_the_devices_of_the_command_line_count(command):
             }.items()
         ),
         ("axolotl", {"gradient_checkpointing": True}, {"training.activation_checkpointing_kwargs": REENTRANT}),
-        ("axolotl", {"gradient_checkpointing": True, "rl": "dpo"}, {"training.activation_checkpointing_kwargs": None}),
         (
             "axolotl",
             {"gradient_checkpointing": True, KWARGS: {"use_reentrant": False}},

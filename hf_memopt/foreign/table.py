@@ -79,6 +79,7 @@ class Table:
         models: name of a component that builds a model -> its hub id.
         one_device: the reason that several devices are refused; empty where they are not.
         required: keys without which a file is no training job.
+        implied: key of theirs that a file may leave out -> each of its values -> keys, or key=value, that go with it.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Table:
     one_device: str = ""
     models: Mapping[str, str] = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    implied: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def rows_of(self, key: str) -> list[Row]:
         """The rows about a key: those that name it, or else the families' that it belongs to."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,9 @@ def translate(table: Table, settings: Mapping[str, Any], folder: Path) -> Transl
     for key, (other, factor) in table.multiples.items():
         if is_off(present.get(key)) and isinstance(present.get(other), int):
             present[key] = factor * present[other]
+    for key, choices in table.implied.items():
+        if is_off(present.get(key)):
+            present[key] = _implied(result, key, choices, present)
     # In the table's order: a later row may change what an earlier one set.
     for key in sorted(present, key=lambda key: table.place(key)):
         _apply(result, key, present, folder, given=key in flat)
@@ -191,6 +195,26 @@ def _flat(table: Table, settings: Mapping[str, Any], within: str = "") -> Iterat
             yield from _flat(table, value, f"{name}.")
         else:
             yield name, value
+
+
+def _implied(result: Translation, key: str, choices: Mapping[str, str], present: Mapping[str, Any]) -> str | None:
+    """The first of a key's values with which all others of a file's settings go that go with some of them only."""
+    items = {name: value if isinstance(value, list) else [value] for name, value in present.items()}
+    said = [*items, *(f"{name}={as_text(item)}" for name, values in items.items() for item in values)]
+    left = list(choices)
+    for word in said:
+        with_it = {
+            choice for choice, words in choices.items() if any(fnmatchcase(word, name) for name in words.split())
+        }
+        left = [choice for choice in left if choice in with_it or not with_it]
+    other = (left if len(left) > 1 else [*choices])[1]
+    advice = f"name one, as in {result.table.name.lower()} {other} --config FILE"
+    if not left:
+        result.refused.append(Remark(key, None, f"no {key} has all of the file's settings: {advice}"))
+    elif len(left) > 1:
+        others = ", ".join(left[1:])
+        result.approximated.append(Remark(key, left[0], f"the file goes with {others}, too: {advice}"))
+    return left[0] if left else None
 
 
 def _apply(result: Translation, key: str, present: Mapping[str, Any], folder: Path, given: bool) -> None:
