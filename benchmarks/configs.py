@@ -132,7 +132,7 @@ def _compared(folder: Path, row: dict, models: dict) -> dict:
     source = read_source(str(folder / row["repository"].replace("/", "+") / row["file"]))
     translation = replace(source, settings=_overridden(source.settings, row.get("override", {}))).translate()
     translation.check()
-    spec = translation.spec()
+    spec = translation.spec(devices=row.get("devices"))
     if not (spec.packed or spec.training.get("packing")):
         raise InputError("the lengths of its samples are not stated")
     hardware, devices = row.get("hardware", "a100_80gb"), row.get("devices", spec.world_size)

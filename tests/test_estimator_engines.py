@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
 
 from hf_memopt import InputError
+from hf_memopt.errors import ImpossibleEstimate
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.allocator.caching import CachingAllocator
 from hf_memopt.estimator.allocator.replay import replay
@@ -114,6 +115,14 @@ def test_any_shape_extends_to_its_own_depth(strategy, seed, monkeypatch):
     extended = found().peak_allocated_bytes
     monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
     assert extended == pytest.approx(found().peak_allocated_bytes, rel=0.001)
+
+
+def test_a_line_that_is_not_the_models_is_no_estimate(monkeypatch):
+    """Where a layer is unlike the others and extrapolate.py does not know it, the replay of all layers shows it."""
+    monkeypatch.setattr("hf_memopt.engines.engine.Engine.unlike_layers", 0)
+    config = AutoConfig.for_model(num_hidden_layers=60, **SHAPE | {"hidden_size": 1024, "intermediate_size": 6144})
+    with pytest.raises(ImpossibleEstimate, match="by the growth of the peak from layer to layer"):
+        estimate(config, {"per_device_train_batch_size": 1}, 16, "a100_80gb", world_size=8, strategy="fsdp2")
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_migrate_writes_what_the_recipe_takes(command, tmp_path):
     parsed = parse(["--config", str(folder / "recipe.yaml")], own=AnswerArguments, config_class=trl_class("SFTConfig"))
     assert parsed.recipe.method == "lora" and parsed.recipe.max_length == 128 and parsed.lora["r"] == 8
     assert parsed.training["per_device_train_batch_size"] == 2 and parsed.recipe.dataset_name == "rows.jsonl"
-    code, _, errors = command("migrate", str(_axolotl(tmp_path, rl="kto")), str(folder))
+    code, _, errors = command("migrate", str(_axolotl(tmp_path, reward_model=True)), str(folder))
     assert code == 2 and "no recipe" in errors
 
 
@@ -352,3 +352,162 @@ def test_odd_values_are_answered_or_refused(name):
                 translation.spec(seq_len=64)
             except InputError as error:
                 assert str(error).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "task", "remarks"),
+    [
+        ("beta: 0.1", "dpo", 1),
+        ("beta: 0.1\ndesirable_weight: 2", "kto", 0),
+        ("precompute_ref_log_probs: true\nrpo_alpha: 1", "dpo", 0),
+        ("loss_type: [sigmoid, sft]", "dpo", 0),
+        ("loss_type: sigmoid", "dpo", 0),
+        ("loss_type: dapo", "grpo", 0),
+        ("loss_type: dft", "sft", 0),
+        ("packing: true", "sft", 0),
+        ("learning_rate: 1e-5", "sft", 1),
+        ("num_generations: 4\nbeta: 0.04", "grpo", 1),
+        ("num_generations: 4\nnormalize_advantages: true", "rloo", 0),
+        ("center_rewards_coefficient: 0.1", "reward", 0),
+        ("packing: true\nbeta: 0.1", None, 0),
+    ],
+)
+def test_trls_trainer_is_the_one_that_has_the_files_settings(settings, task, remarks, tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(f"model_name_or_path: Qwen/Qwen3-0.6B\noutput_dir: out\n{settings}\n")
+    translation = read_source(str(file)).translate()
+    assert (translation.fields.get("task"), len(translation.approximated)) == (task, remarks)
+    if task is None:
+        with pytest.raises(InputError, match=r"no trainer has all .* trl dpo --config FILE"):
+            translation.check()
+        return
+    translation.check()
+    training = translation.spec(seq_len=64).training
+    own = {
+        key: value
+        for key, value in yaml.safe_load(settings).items()
+        if key in ("precompute_ref_log_probs", "loss_type")
+    }
+    assert own.items() <= training.items()
+    if task == "grpo" and remarks:
+        assert training["beta"] == 0.04
+
+
+def test_the_keys_by_which_a_trainer_is_known_are_fields_of_its_configuration():
+    """But for old names and those of scripts; no other trainer has a key that names one alone."""
+    from fnmatch import fnmatch
+
+    from hf_memopt.estimator.trl_tasks import TRL_TASKS
+
+    choices = list_tables()["trl"].implied["trainer"]
+    fields = {task: set(row.config_class.__dataclass_fields__) for task, row in TRL_TASKS.items()}
+    for words in choices.values():
+        plain = [word for word in words.split() if "=" not in word]
+        for name in set.union(*fields.values()):
+            if any(fnmatch(name, word) for word in plain):
+                known = {task for task, keys in choices.items() if any(fnmatch(name, key) for key in keys.split())}
+                assert known == {task for task in fields if name in fields[task]}, name
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ("llamafactory-cli train --stage dpo --pref_loss simpo", "pref_loss", "this loss"),
+        ("llamafactory-cli train --stage dpo --enable_liger_kernel true", "enable_liger_kernel", "model/loader.py"),
+        ("llamafactory-cli train --stage dpo --ref_model b --finetuning_type lora", "ref_model", "beside adapters"),
+        ("llamafactory-cli train --stage dpo --finetuning_type full --deepspeed ds_z3_config", "stage", "reference"),
+        ("llamafactory-cli train --stage dpo --packing true --neat_packing true", "neat_packing", "stage: sft"),
+        ("llamafactory-cli train --stage kto --per_device_train_batch_size 1", "stage", "train/kto/trainer.py"),
+        ("llamafactory-cli train --stage rm", "stage", "value head"),
+        ("llamafactory-cli train --stage ppo", "stage", "this trainer is not modelled"),
+        ("llamafactory-cli train --use_asft_loss true", "use_asft_loss", "reference model"),
+        ("swift rlhf --tuner_type full", "rlhf_type", "default is DPO"),
+        ("swift rlhf --rlhf_type dpo --tuner_type full", "rlhf_type", "reference model"),
+        ("swift rlhf --use_liger_kernel true", "use_liger_kernel", "ms-swift's DPO"),
+        ("swift rlhf --rlhf_type dpo --use_liger_kernel true", "use_liger_kernel", "ms-swift's DPO"),
+        ("swift rlhf --ref_model b", "ref_model", "full training"),
+        ("swift rlhf --rlhf_type kto", "rlhf_type", "logits of all answers"),
+        ("swift rlhf --rlhf_type grpo --max_completion_length 512", "rlhf_type", "logits of all answers"),
+        ("swift rlhf --rlhf_type rm --ref_model b", "ref_model", "full training"),
+    ],
+)
+def test_trainers_that_hold_logits_are_refused_with_their_reason(text, key, words):
+    """TRL's own here hold none: a trace of them is no prediction of another's."""
+    model = "--model a" if text.startswith("swift") else "--do_train true --model_name_or_path a"
+    faults = dict(read_source(f"{text} {model}").translate().faults())
+    assert list(faults) == [key] and words in faults[key]
+
+
+@pytest.mark.parametrize("rl", ["dpo", "ipo", "kto", "grpo", "orpo"])
+def test_axolotls_preference_trainers_are_refused(rl, tmp_path):
+    file = _axolotl(tmp_path, rl=rl, dpo_use_liger_kernel=True, plugins=["axolotl.integrations.liger.LigerPlugin"])
+    assert [key for key, _ in read_source(str(file)).translate().faults()] == ["rl"]
+
+
+def test_torchtunes_dpo_is_refused(tmp_path):
+    content = yaml.safe_load((FOLDER / "torchtune" / "lora.yaml").read_text())
+    content["loss"] = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+    (tmp_path / "dpo.yaml").write_text(yaml.safe_dump(content))
+    faults = [key for key, _ in read_source(str(tmp_path / "dpo.yaml")).translate().faults()]
+    assert faults == ["loss._component_"]
+
+
+def test_a_file_of_ms_swifts_preference_training_is_none_of_fine_tuning(tmp_path):
+    (tmp_path / "job.yaml").write_text("model: a\nrlhf_type: dpo\n")
+    assert read_source(str(tmp_path / "job.yaml")).translate().fields["task"] == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("text", "copies"),
+    [
+        ("llamafactory-cli train --stage dpo --do_train true --bf16 true --cutoff_len 256 --model_name_or_path", 4),
+        ("swift rlhf --max_length 256 --per_device_train_batch_size 1 --model", 3),
+        ("trl dpo --use_peft true --max_length 256 --per_device_train_batch_size 1 --model_name_or_path", 0),
+    ],
+)
+def test_dpo_holds_the_logits_that_the_tools_trainer_holds(text, copies, command):
+    """LLaMA-Factory's: the policy's and the reference's, each with its log softmax; ms-swift's: the policy's, and
+    their gradient while rows of it are added up."""
+    batch = " --per_device_train_batch_size 1" if text.startswith("llama") else ""
+    code, output, _ = command("estimate", f"{text} {builtin_model()}{batch}", "--hardware", "rtx_4090", "--json")
+    vocabulary = json.loads((Path(builtin_model()) / "config.json").read_text())["vocab_size"]
+    logits = json.loads(output)["breakdown"]["logits"] / (2 * 256 * vocabulary * 4)
+    assert code == 0 and logits == pytest.approx(copies, rel=0.02, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("swift sft --max_length 64 --model", ("--task", "kto")),
+        ("swift rlhf --max_length 64 --model", ("--method", "full")),
+        ("llamafactory-cli train --do_train true --model_name_or_path", ("--task", "grpo")),
+    ],
+)
+def test_options_make_no_trainer_of_a_tool_that_is_not_modelled(text, options, command):
+    code, _, errors = command("estimate", f"{text} {builtin_model()}", "--hardware", "rtx_4090", *options)
+    assert code == 2 and "trainer holds logits" in errors
+
+
+@pytest.mark.parametrize("tool", ["LLaMA-Factory", "ms-swift"])
+def test_heads_with_all_logits_score_as_trls_head_does(tool):
+    import torch
+    import trl.trainer.dpo_trainer
+    from transformers import AutoModelForCausalLM
+
+    from hf_memopt.estimator.patches.trl_trainers import whole_logits
+
+    ids = torch.tensor([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]])
+    labels = ids.masked_fill(torch.tensor([[1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]).bool(), -100)
+    scores = []
+    for other in ("", tool):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(builtin_model(), dtype="float32")
+        with whole_logits(other):
+            trl.trainer.dpo_trainer.add_fused_lm_head(
+                model, outputs=("log_probs", "entropy", "mean_logits", "is_top1")
+            )
+        outputs = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        outputs.log_probs.sum().backward()
+        scores.append((outputs.log_probs, model.get_input_embeddings().weight.grad))
+    for fused, whole in zip(*scores, strict=True):
+        torch.testing.assert_close(fused, whole, rtol=1e-3, atol=1e-4)

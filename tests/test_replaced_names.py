@@ -34,6 +34,7 @@ from hf_memopt.estimator.patches import replacement
 from hf_memopt.estimator.patches.names import Use
 from hf_memopt.estimator.patches.table import TABLE, Part
 from hf_memopt.estimator.tracing import optimizers
+from hf_memopt.estimator.trl_job import describe_task
 from hf_memopt.video.inputs import VideoInputs
 
 SHAPE = {
@@ -163,6 +164,9 @@ def test_every_replaced_name_is_called(part, calls, monkeypatch):
         engine = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {}}}
         engine |= {"bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
         small(world_size=2, more={"deepspeed": engine})
+    if part is Part.TRL:  # the head of another tool's DPO
+        config, fields = AutoConfig.for_model("llama", **SHAPE), {"per_device_train_batch_size": 1}
+        describe_task(config, fields, 64, "a100_80gb", task="dpo", tool="LLaMA-Factory")
     assert uncalled(part, calls) == []
 
 

@@ -50,16 +50,18 @@ def read_job(
         return asked, None
     source = read_source(model)
     translation = source.translate()
+    count = split_count(str(asked.hardware))[1]
     with as_input_error(source.label, InputError):
         translation.check()
-        spec = _over(translation.spec(_length(options)), asked, options)
+        devices = asked.world_size or (count if count > 1 else None)
+        spec = _over(translation.spec(_length(options), devices), asked, options)
     if chosen:
         spec = replace(spec, method=chosen, lora=spec.lora if chosen != "full" else {})
-    devices = spec.world_size or split_count(str(spec.hardware))[1]
+    devices = spec.world_size or count
     if devices > 1 and source.table.one_device:
         raise InputError(f"{source.label}: {devices} devices: {source.table.one_device}")
-    if spec.seq_len is None and source.table.length and "seq_len" in options:
-        raise InputError(f"{source.label}: {source.table.length}: pass --seq-len")
+    if spec.seq_len is None and translation.length and "seq_len" in options:
+        raise InputError(f"{source.label}: {translation.length}: pass --seq-len")
     announce(translation)
     return spec, source
 
@@ -73,9 +75,12 @@ def run_migrate(file: str, folder: str | None, overwrite: bool, settings: list[s
     if not is_source(file):
         raise InputError(f"{file} is no YAML or command of another training tool")
     spec, source = read_job(file, "full", settings)
-    if spec.seq_len is None and source.table.length:
-        raise InputError(f"{source.label}: {source.table.length}: set it there")
     translation = source.translate()
+    if spec.seq_len is None and translation.length:
+        raise InputError(f"{source.label}: {translation.length}: set it there")
+    if translation.unwritten:
+        unwritten = ", ".join(sorted(translation.unwritten))
+        say(f"note: no recipe takes these as they are, set what you need of them yourself: {unwritten}", sys.stderr)
     if folder is None:
         return say(migrated_command(spec, translation))
     place = folder_for(folder)

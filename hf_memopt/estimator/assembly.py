@@ -7,7 +7,7 @@ from hf_memopt.estimator.accounting.ledger import KINDS, ROLLOUT_PHASES, WEIGHT_
 from hf_memopt.estimator.allocator.replay import Replay, replay
 from hf_memopt.estimator.colocation import add_engine, notes_on_engine
 from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.physical import check_physics
+from hf_memopt.estimator.physical import check_depth, check_physics
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
 from hf_memopt.stack.vocabulary import written
@@ -28,6 +28,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     """
     moments = [trace.moments for trace in traces]
     peaks = extrapolate_peaks(job.config, depths, moments, not job.engine.flat_buffers, job.unlike_layers)
+    extended = max(peak.total for peak in peaks.values())
     _limit_optimizer_group(peaks, traces[-1], job, depths[-1])
     overheads.add_prefetched(peaks, job)
     logits = traces[-1].kept_logits
@@ -39,6 +40,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     add_engine(peaks, job)
     segment, peak = max(peaks.items(), key=lambda item: item[1].total)
     replayed = _replay(traces[-1], *missing_layers(job.config, depths), job, peak.total)
+    check_depth(extended, replayed.allocated, job)
     # What was added to the trace's peak (prefetched batches, workspaces, kept logits) is reserved too.
     added = peak.total - replayed.allocated
     reserved = {name: max(peak.total, size + added) for name, size in replayed.reserved.items()}

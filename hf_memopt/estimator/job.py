@@ -40,6 +40,7 @@ from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.hardware.allocator import expands_segments
 from hf_memopt.hardware.attention import check_attention
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.feature import liger_replaces
 from hf_memopt.levers.token_budget import samples_within
 from hf_memopt.video.inputs import VideoInputs, value_tensors
 
@@ -156,7 +157,7 @@ class Job(ModelSettings):
             levers.pop("checkpoint_ratio", 0), levers.pop("checkpoint_keeps", "")
         )
         chunk = levers.pop("loss_chunk_size", None)
-        fused = fields.get("use_liger_kernel") or self.fuses_head
+        fused = liger_replaces(fields, "fused_linear_cross_entropy", "cross_entropy") or self.fuses_head
         engine = str(self.mesh.strategy) if self.engine.by_transformers else self.engine.label
         budget = levers.pop("max_tokens_per_batch", None)
         micro = f"{budget} tokens" if budget else fields["per_device_train_batch_size"]

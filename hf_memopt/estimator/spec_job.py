@@ -116,6 +116,7 @@ def spec_job(spec: JobSpec) -> Job:
         expandable=spec.tool.expandable if spec.tool else bool(preset.name) or expands_segments(),
         quantization_config=quantization_config(spec),
         task=spec.task,
+        tool=spec.tool.name if spec.tool else "",
         attn_implementation=spec.attn_implementation,
         kbit_preparation=spec.kbit_preparation,
         autocast_adapter_dtype=spec.tool is None or spec.tool.autocast_adapter_dtype,

@@ -11,7 +11,7 @@ from hf_memopt.errors import InputError, as_input_error, brief
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.fake_pretrained import fake_models
 from hf_memopt.estimator.job import Job, describe
-from hf_memopt.estimator.patches.trl_trainers import without_engine, without_precomputing
+from hf_memopt.estimator.patches.trl_trainers import WHOLE_LOGITS, whole_logits, without_engine, without_precomputing
 from hf_memopt.estimator.tracing.model import ModelSettings, adapters_for, make_model
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet
 from hf_memopt.estimator.tracing.trace import TracedJob
@@ -54,9 +54,19 @@ def _partition(model) -> None:
 
 
 def describe_task(
-    model, args, seq_len: int, hardware: str | Hardware = "auto", *, task: str | None = None, **settings: Any
+    model,
+    args,
+    seq_len: int,
+    hardware: str | Hardware = "auto",
+    *,
+    task: str | None = None,
+    tool: str = "",
+    **settings: Any,
 ) -> Job:
     """estimator.job.describe(), and TRL's trainer around the job for a task of TRL_TASKS.
+
+    Args:
+        tool: another tool whose trainer of the task it is (patches.trl_trainers.WHOLE_LOGITS).
 
     Raises:
         InputError: an unknown model, or a job that cannot run or is not modelled.
@@ -65,6 +75,11 @@ def describe_task(
     if row is None:
         return describe(model, args, seq_len, hardware, task=task, **settings)
     _check(task, seq_len, settings)
+    dpo = tool in WHOLE_LOGITS and task == "dpo" and settings.get("peft_config") is not None
+    if tool and tool != "TRL" and task != "reward" and not dpo:
+        raise InputError(
+            f"task={task}: {tool}'s trainer holds logits and reference models otherwise than TRL's: not modelled"
+        )
     config = load_config(model)
     if row.model == "sequence-classification":
         config = copy.deepcopy(config)  # the caller's own, which a search asks about again
@@ -85,7 +100,7 @@ def describe_task(
     job = describe(config, args, seq_len, hardware, task=row.model, config_class=row.config_class, **settings)
     if job.mesh is not None:
         raise InputError(f"task={task} is not modelled where transformers shards the model: use ddp, fsdp2 or zero3")
-    return _around_trainer(row, job)
+    return _around_trainer(row, job, tool)
 
 
 def _check(task: str, seq_len: int, settings: dict[str, Any]) -> None:
@@ -106,13 +121,14 @@ def _with_defaults(fields: dict[str, Any]) -> dict[str, Any]:
     return {"bf16": not fields.get("fp16"), "activation_checkpointing": old, **fields}
 
 
-def _around_trainer(row: TrlTask, job: Job) -> TrlJob:
+def _around_trainer(row: TrlTask, job: Job, tool: str) -> TrlJob:
     """The Job of TRL's trainer on the model of another Job."""
     with (
         tempfile.TemporaryDirectory() as folder,
         quiet(),
         process_state_kept(),
         without_precomputing(),
+        whole_logits(tool),
         as_input_error(f"{row.trainer}", ValueError, TypeError, NotImplementedError),
     ):
         trainer = _make_trainer(row, job, folder)

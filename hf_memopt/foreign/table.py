@@ -57,7 +57,7 @@ class Row:
             return False
         if self.values is not None and text not in self.values:
             return False
-        return all(_matches(settings.get(key), wanted) for key, wanted in self.when.items())
+        return all(_matches(_setting(key, settings), wanted) for key, wanted in self.when.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +69,18 @@ class Table:
         version: that was read, with its commit.
         source: where its keys and defaults are.
         defaults: its settings where a file has none.
+        multiples: a setting -> another and a factor, which is its default.
         rows: in the order in which they are asked.
         plan: ours -> their keys that a plan may set: `key` with the `values` of ours in their words, and `flags` that
             are on with some of ours and taken out with others; or what they `set`.
         expandable: it sets the allocator's expandable segments itself.
         engines: name of a DeepSpeed file that it ships -> what of its content memory sees.
+        step_samples: of an optimizer step over all devices, where a file sets no accumulation.
         length: the reason that a file without a length says nothing of memory; empty where the tool has a default.
         models: name of a component that builds a model -> its hub id.
         one_device: the reason that several devices are refused; empty where they are not.
         required: keys without which a file is no training job.
+        implied: key of theirs that a file may leave out -> each of its values -> keys, or key=value, that go with it.
     """
 
     name: str
@@ -85,13 +88,16 @@ class Table:
     source: str
     rows: tuple[Row, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    multiples: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     plan: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     expandable: bool = False
     engines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    step_samples: int = 0
     length: str = ""
     one_device: str = ""
     models: Mapping[str, str] = field(default_factory=dict)
     required: tuple[str, ...] = ()
+    implied: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def rows_of(self, key: str) -> list[Row]:
         """The rows about a key: those that name it, or else the families' that it belongs to."""
@@ -127,6 +133,10 @@ class Table:
         flags = {flag: True if as_text(value) in on else None for flag, on in entry.get("flags", {}).items()}
         return {key: words.get(as_text(value), value), **flags}
 
+    def reads_null(self, key: str) -> bool:
+        """True if null says something: else it stands for what the tool does by itself."""
+        return any("none" in [*(row.only or ()), *(row.values or ())] for row in self.rows if row.key == key)
+
     def place(self, key: str) -> int:
         """The number of the first row about a key; after all others where there is none."""
         return next((number for number, row in enumerate(self.rows) if row.is_about(key)), len(self.rows))
@@ -144,6 +154,13 @@ def as_text(value: Any) -> str:
 def is_off(value: Any) -> bool:
     """True if a value leaves a switch off, or a list empty."""
     return value in (None, False, "", 0, "false", "none", "None", "False") or value == [] or value == {}
+
+
+def _setting(key: str, settings: Mapping[str, Any]) -> Any:
+    """A setting; of a family with a * at its end the first that is on."""
+    if not key.endswith("*"):
+        return settings.get(key)
+    return next((value for name, value in settings.items() if name.startswith(key[:-1]) and not is_off(value)), None)
 
 
 def _matches(value: Any, wanted: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ _GROUPS = ("training", "lora", "quantization", "sizes", "memory", "own")
 # Fields of JobSpec that a table may set, as it takes them.
 _OWN = {
     "seq_len": int,
+    "unbounded": str,  # the reason that there is none
     "prompt_len": int,  # of a sample whose completion is generated
     "world_size": int,
     "effective_batch_size": int,
@@ -32,6 +34,8 @@ _COUNTS = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_s
 _COMPARED = dict.fromkeys(
     ("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"), float
 )
+# Parts of a micro-batch -> our field of their tokens, and the tokens of the largest where their number is not set (0).
+_PARTS = {"loss_chunks": ("loss_chunk_size", 1), "mlp_tiles": ("mlp_tile_size", 32768)}
 _COMPLETION = 512  # max_completion_length by default, in ms-swift and in TRL 1.16
 
 
@@ -56,6 +60,7 @@ class Translation:
         run: ours that memory does not depend on -> value, which a run takes.
         translated: key of theirs -> ours.
         neutral: keys without effect on memory.
+        unwritten: keys of which a migrated job has nothing, or a part.
         approximated, refused, unknown: the rest.
     """
 
@@ -64,6 +69,7 @@ class Translation:
     run: dict[str, Any] = field(default_factory=dict)
     translated: dict[str, str] = field(default_factory=dict)
     neutral: list[str] = field(default_factory=list)
+    unwritten: list[str] = field(default_factory=list)
     approximated: list[Remark] = field(default_factory=list)
     refused: list[Remark] = field(default_factory=list)
     unknown: list[Remark] = field(default_factory=list)
@@ -88,11 +94,17 @@ class Translation:
             more = f" ({len(sentences) - 1} more: hf-memopt doctor FILE)" if len(sentences) > 1 else ""
             raise InputError(f"{self.table.name}: {sentences[0]}{more}")
 
-    def spec(self, seq_len: int | None = None) -> JobSpec:
+    @property
+    def length(self) -> str:
+        """The reason that a job without a length is refused; empty where its tool has a default."""
+        return self.fields.get("unbounded", self.table.length)
+
+    def spec(self, seq_len: int | None = None, devices: int | None = None) -> JobSpec:
         """The job that the file describes.
 
         Args:
             seq_len: in place of the file's.
+            devices: in place of the file's.
 
         Raises:
             InputError: a value that our field does not take.
@@ -100,12 +112,21 @@ class Translation:
         groups = self._groups()
         own, training = fit(_OWN, groups["own"]), groups["training"]
         training |= fit(_COUNTS, {name: training[name] for name in _COUNTS.keys() & training.keys()})
+        own.pop("unbounded", None)
+        batch = max(1, training.get("per_device_train_batch_size", 1))
+        if self.table.step_samples:
+            steps = -(-self.table.step_samples // (batch * max(1, devices or own.get("world_size") or 1)))
+            training.setdefault("gradient_accumulation_steps", steps)
         if prompt := own.pop("prompt_len", None):  # here a sample is both
             own["seq_len"] = prompt + training.get("max_completion_length", _COMPLETION)
         own["seq_len"] = seq_len or own.get("seq_len")
-        if (chunks := groups["memory"].pop("loss_chunks", None)) and own["seq_len"]:
-            tokens = own["seq_len"] * training.get("per_device_train_batch_size", 1)
-            groups["memory"]["loss_chunk_size"] = -(-tokens // chunks)
+        memory, length = groups["memory"], own["seq_len"] or 0
+        counts = fit(dict.fromkeys(_PARTS, int), {name: memory.pop(name) for name in _PARTS.keys() & memory.keys()})
+        for name, parts in counts.items():
+            field_name, largest = _PARTS[name]
+            parts = parts or -(-length * (batch if own.get("packed") else 1) // largest)
+            if length and parts != 1:
+                memory[field_name] = -(-length * batch // parts)
         if (training.get("fsdp_config") or {}).get("activation_checkpointing"):
             training.pop("activation_checkpointing", None)  # FSDP checkpoints layers itself
         if training.get("deepspeed"):
@@ -136,7 +157,7 @@ class Translation:
             place = groups[group]
             for key in keys[:-1]:
                 place = place.setdefault(key, {})
-            place[keys[-1]] = value
+            place[keys[-1]] = dict(value) if isinstance(value, Mapping) else value
         return groups
 
 
@@ -148,13 +169,19 @@ def translate(table: Table, settings: Mapping[str, Any], folder: Path) -> Transl
     """
     result = Translation(table)
     flat = dict(_flat(table, settings))
-    # What is null is what its tool does by itself.
-    present = {**table.defaults, **{key: value for key, value in flat.items() if value is not None}}
+    given = {key: value for key, value in flat.items() if value is not None or table.reads_null(key)}
+    present = {**table.defaults, **given}
     for key in flat.keys() - present.keys():
         if table.rows_of(key):
             result.neutral.append(key)
         else:
             result.unknown.append(Remark(key, None))
+    for key, (other, factor) in table.multiples.items():
+        if is_off(present.get(key)) and isinstance(present.get(other), int):
+            present[key] = factor * present[other]
+    for key, choices in table.implied.items():
+        if is_off(present.get(key)):
+            present[key] = _implied(result, key, choices, present)
     # In the table's order: a later row may change what an earlier one set.
     for key in sorted(present, key=lambda key: table.place(key)):
         _apply(result, key, present, folder, given=key in flat)
@@ -176,13 +203,35 @@ def _flat(table: Table, settings: Mapping[str, Any], within: str = "") -> Iterat
             yield name, value
 
 
+def _implied(result: Translation, key: str, choices: Mapping[str, str], present: Mapping[str, Any]) -> str | None:
+    """The first of a key's values with which all others of a file's settings go that go with some of them only."""
+    items = {name: value if isinstance(value, list) else [value] for name, value in present.items()}
+    said = [*items, *(f"{name}={as_text(item)}" for name, values in items.items() for item in values)]
+    left = list(choices)
+    for word in said:
+        with_it = {
+            choice for choice, words in choices.items() if any(fnmatchcase(word, name) for name in words.split())
+        }
+        left = [choice for choice in left if choice in with_it or not with_it]
+    other = (left if len(left) > 1 else [*choices])[1]
+    advice = f"name one, as in {result.table.name.lower()} {other} --config FILE"
+    if not left:
+        result.refused.append(Remark(key, None, f"no {key} has all of the file's settings: {advice}"))
+    elif len(left) > 1:
+        others = ", ".join(left[1:])
+        result.approximated.append(Remark(key, left[0], f"the file goes with {others}, too: {advice}"))
+    return left[0] if left else None
+
+
 def _apply(result: Translation, key: str, present: Mapping[str, Any], folder: Path, given: bool) -> None:
     value, rows = present[key], result.table.rows_of(key)
     row = next((row for row in rows if row.holds(value, present)), None)
     if not rows:
         result.unknown.append(Remark(key, value))
     elif row is None and not is_off(value):
-        result.refused.append(Remark(key, value, "this value is not known"))
+        others = ", ".join({name: 0 for row in rows if row.values is None and row.only is None for name in row.when})
+        text = f"what it does beside these values of {others} is not known" if others else "this value is not known"
+        result.refused.append(Remark(key, value, text))
     elif row is None or (row.is_switch and is_off(value)):
         result.neutral += [key] if given else []
     elif row.effect == "refused":
@@ -207,6 +256,9 @@ def _set(result: Translation, row: Row, key: str, value: Any, folder: Path, give
         result.neutral.append(key)
     elif given:
         result.translated[key] = row.to or ", ".join(row.also)
+    changed = row.effect == "none" and as_text(ours) != as_text(value)
+    if given and row.effect in ("none", "approximated") and (changed or not (row.to or row.also)):
+        result.unwritten.append(key)
 
 
 def _put(target: dict[str, Any], name: str, value: Any) -> None:

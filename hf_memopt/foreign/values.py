@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.engines.engine import read_settings
+from hf_memopt.engines.fsdp import fsdp_settings
 from hf_memopt.errors import InputError, brief
 from hf_memopt.files import read_json
 from hf_memopt.foreign.table import Table, is_off
@@ -20,8 +21,15 @@ def deepspeed(value: Any, table: Table, folder: Path) -> Any:
     """DeepSpeed's settings, of a file beside theirs or of one that their tool ships.
 
     Raises:
-        InputError: neither there nor known.
+        InputError: neither there nor known, or not modelled.
     """
+    settings = _deepspeed_settings(value, table, folder)
+    if isinstance(settings, Mapping) and "tensor_parallel" in settings:
+        raise InputError("DeepSpeed's tensor parallelism is not modelled")
+    return settings
+
+
+def _deepspeed_settings(value: Any, table: Table, folder: Path) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     text = str(value)
@@ -33,6 +41,29 @@ def deepspeed(value: Any, table: Table, folder: Path) -> Any:
     if content := table.engines.get(text.rpartition("/")[2].removesuffix(".json")):
         return {**AUTO, **content}
     raise InputError(f"{brief(text)} is neither a file here nor one that {table.name} {table.version} ships")
+
+
+def fsdp(value: Any, table: Table, folder: Path) -> dict[str, Any]:
+    """FSDP's settings, of a mapping, a JSON text or a file, in the words of TrainingArguments.
+
+    Raises:
+        InputError: it is neither, or the file is not here.
+    """
+    if not isinstance(value, Mapping | str):
+        raise InputError(f"{brief(value)} is neither a mapping nor a file")
+    path = folder / value if isinstance(value, str) and value.endswith(".json") else value
+    settings = fsdp_settings(None, str(path) if isinstance(path, Path) else path)
+    if "offload_params" in settings:
+        settings["cpu_offload"] = settings.pop("offload_params")
+    settings.pop("final_state_dict_type", None)  # of what is saved
+    if sharding := settings.pop("sharding_strategy", None):
+        settings["reshard_after_forward"] = str(sharding).lower()
+    return settings
+
+
+def fsdp1(value: Any, table: Table, folder: Path) -> dict[str, Any]:
+    """FSDP's settings of a tool that takes version 1 by default."""
+    return {"version": 1, **fsdp(value, table, folder)}
 
 
 def modules(value: Any, *_: Any) -> Any:
@@ -59,7 +90,7 @@ def words(value: Any, *_: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def last_name(value: Any, *_: Any) -> Any:
+def first_name(value: Any, *_: Any) -> Any:
     """The first of several data sets, by its path."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, Mapping):
@@ -85,5 +116,6 @@ def component(value: Any, table: Table, _: Path) -> str:
 
 
 VIA: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function for function in (deepspeed, modules, mapping, words, last_name, nothing, component)
+    function.__name__: function
+    for function in (deepspeed, fsdp, fsdp1, modules, mapping, words, first_name, nothing, component)
 }

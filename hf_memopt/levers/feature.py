@@ -1,6 +1,6 @@
 """A memory feature's declaration beside its arguments; MemoryArguments is made of all features (arguments.py)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,3 +64,10 @@ class Feature:
     @staticmethod
     def put_on_optimizer(on, optimizer, host: dict[str, Any]) -> None:
         """Change an optimizer; `host` has the keyword arguments of keep_on_host()."""
+
+
+def liger_replaces(fields: Mapping[str, Any], *kernels: str) -> bool:
+    """True if Liger's kernels, all but cross_entropy by default, stand for one of these."""
+    chosen = fields.get("liger_kernel_config")
+    chosen = chosen if isinstance(chosen, Mapping) else {}
+    return bool(fields.get("use_liger_kernel")) and any(chosen.get(name, name != "cross_entropy") for name in kernels)

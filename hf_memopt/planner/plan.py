@@ -199,7 +199,7 @@ def _make_plan(spec: JobSpec, search: Search, profiles: list[Profile], rejected:
     """A plan with profiles, and why it has no others."""
     result = Plan(spec, profiles, [*rejected, *_safe_left_out(profiles)])
     result.rejected.extend(left_out(spec, search, [profile.choice for profile in profiles]))
-    if (space := trl_space(spec)) is not None:
+    if spec.tool is None and (space := trl_space(spec)) is not None:
         result.rejected.extend(Rejected(field, reason) for field, reason in space.left_out())
     return replace(result, link=search.cost.link_bound(result.usual.choice))
 

@@ -159,6 +159,12 @@ TRL = (
         why="the cache of precomputed log-probabilities is named after the weights' values",
         until="never",
     ),
+    Names(
+        owner="trl.trainer.utils",
+        names={"add_fused_lm_head": "model"},
+        why="DPO trainers of LLaMA-Factory and ms-swift compute all logits",
+        until="never",
+    ),
     *(
         Names(
             owner=f"trl.trainer.{name.lower()}_trainer:{name}Trainer",

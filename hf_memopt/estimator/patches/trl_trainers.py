@@ -6,9 +6,12 @@ measured on a GPU.
 """
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+
+import torch
 
 from hf_memopt.estimator.patches.replacement import all_replaced, replaced
 
@@ -35,6 +38,74 @@ def counted_fused_head() -> AbstractContextManager:
             f"{_HEAD}:_addmm_fp32": add_product,
         }
     )
+
+
+def whole_logits(tool: str) -> AbstractContextManager:
+    """Have DPOTrainer put heads on models that compute all logits, as another tool's DPO trainer does.
+
+    LLaMA-Factory's: commit ff6d4d1, train/dpo/trainer.py, concatenated_forward(), and get_batch_logps() beside it;
+    ms-swift's: commit 3602360, swift/rlhf_trainers, concatenated_forward() and get_per_token_logps().
+
+    Args:
+        tool: one of WHOLE_LOGITS; nothing is replaced for others.
+    """
+    if tool not in WHOLE_LOGITS:
+        return contextlib.nullcontext()
+
+    def add_head(model, *args, **kwargs) -> None:
+        forward, log_probs = model.forward, WHOLE_LOGITS[tool]
+
+        @functools.wraps(type(model).forward)
+        def whole_forward(self, *args, fused_lm_head=False, labels=None, **kwargs):
+            from trl.trainer.utils import FusedCausalLMOutput
+
+            if not fused_lm_head:
+                return forward(*args, labels=labels, **kwargs)
+            labels = labels[:, 1:]
+            mask = labels != -100
+            logps, means = log_probs(forward(*args, **kwargs).logits, labels.clamp(min=0))
+            unused = means.new_zeros(means.shape)
+            logps = logps * mask
+            return FusedCausalLMOutput(
+                loss=-logps.sum(), log_probs=logps, entropy=unused, mean_logits=means, is_top1=unused, label_mask=mask
+            )
+
+        model.forward = types.MethodType(whole_forward, model)
+
+    import trl.trainer.dpo_trainer
+
+    return replaced("trl.trainer.utils:add_fused_lm_head", add_head, importer=trl.trainer.dpo_trainer)
+
+
+class _Kept(torch.autograd.Function):
+    """Zeros, one a token, that keep the logits as long as they are there: LLaMA-Factory's outputs have them for
+    metrics, through the reference's forward."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.logits = logits
+        return logits.new_zeros(logits.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def _log_softmax(logits, labels):
+    logits = logits.float()
+    return logits[:, :-1].log_softmax(-1).gather(2, labels.unsqueeze(2)).squeeze(2), _Kept.apply(logits)[:, :-1]
+
+
+def _selective(logits, labels):
+    from trl.trainer.utils import selective_log_softmax  # which ms-swift calls, too; on a CPU without its kernel
+
+    if torch.is_autocast_enabled(logits.device.type):
+        logits = logits.float()  # as accelerate converts a model's outputs
+    labels = torch.nn.functional.pad(labels, (0, 1))  # ms-swift shifts labels, not logits
+    return selective_log_softmax(logits, labels)[:, :-1], logits.mean(-1)[:, :-1]
+
+
+WHOLE_LOGITS = {"LLaMA-Factory": _log_softmax, "ms-swift": _selective}
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hf_memopt.levers.change import CHUNK, Change, chunk_tokens, micro_batch_tokens
-from hf_memopt.levers.feature import Feature
+from hf_memopt.levers.feature import Feature, liger_replaces
 
 
 def _chunk_loss(job) -> dict[str, int] | None:
@@ -34,7 +34,7 @@ class LossChunks(Feature):
     def refused(on, around):
         if on.loss_chunk_size is None:
             return
-        if around.fields.get("use_liger_kernel"):
+        if liger_replaces(around.fields, "fused_linear_cross_entropy", "cross_entropy"):
             yield "use_liger_kernel and loss_chunk_size both replace the loss: use one of them"
         if around.engine.by_transformers:
             yield (

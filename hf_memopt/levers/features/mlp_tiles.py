@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hf_memopt.levers.change import CHUNK, Change, chunk_tokens, micro_batch_tokens
-from hf_memopt.levers.feature import Feature
+from hf_memopt.levers.feature import Feature, liger_replaces
 
 
 def _tile_mlps(job) -> dict[str, int] | None:
@@ -33,7 +33,7 @@ class MlpTiles(Feature):
 
     @staticmethod
     def refused(on, around):
-        if on.mlp_tile_size is not None and around.fields.get("use_liger_kernel"):
+        if on.mlp_tile_size is not None and liger_replaces(around.fields, "swiglu", "geglu"):
             yield "use_liger_kernel and mlp_tile_size both replace the MLP: use one of them"
 
     @staticmethod

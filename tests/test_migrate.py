@@ -1,0 +1,111 @@
+"""hf-memopt migrate: what it writes is what a recipe's parser takes, and what it leaves out is said."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_memopt.data.builtin_model import builtin_model
+from hf_memopt.errors import InputError
+from hf_memopt.foreign.migrate import migrated_files, recipe_arguments, recipe_of
+from hf_memopt.foreign.source import read_source
+from hf_memopt.foreign.table import list_tables, read_table
+from hf_memopt.foreign.translate import translate
+from hf_memopt.presets.trl_configs import trl_class
+from hf_memopt.recipe.answers import AnswerArguments
+from hf_memopt.recipe.arguments import parse
+from hf_memopt.recipe.preference import PreferenceArguments
+from hf_memopt.recipe.rollouts import RolloutArguments
+
+FOLDER = Path(__file__).parent / "foreign_configs"
+OF_RECIPE = {
+    "sft": (AnswerArguments, "SFTConfig"),
+    "dpo": (PreferenceArguments, "DPOConfig"),
+    "grpo": (RolloutArguments, "GRPOConfig"),
+}
+MODEL = {
+    "axolotl": {"base_model": "m"},
+    "llama_factory": {"model_name_or_path": "m", "do_train": True},
+    "ms_swift": {"model": "m"},
+    "torchtune": {
+        "model._component_": "torchtune.models.llama3_2.llama3_2_1b",
+        "optimizer._component_": "torch.optim.AdamW",
+    },
+    "trl": {"model_name_or_path": "m"},
+}
+
+
+def _parsed(folder, recipe):
+    own, config = OF_RECIPE[recipe]
+    return parse(["--config", str(folder / "recipe.yaml")], own=own, config_class=trl_class(config))
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*/*")), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_file_becomes_a_recipe_that_its_parser_takes(path, tmp_path):
+    try:
+        translation = read_source(str(path)).translate()
+        translation.check()
+        spec = translation.spec()
+        files = migrated_files(spec, translation, tmp_path)
+    except InputError as error:
+        assert "\n" not in str(error)
+        return
+    (tmp_path / "recipe.yaml").write_text(files["recipe.yaml"])
+    parsed = _parsed(tmp_path, recipe_of(spec).stem)
+    assert parsed.recipe.model_name_or_path == spec.model and parsed.lora == spec.lora
+    for name, value in translation.run.items():
+        assert name in parsed.given or value is None, name
+
+
+@pytest.mark.parametrize(("tool", "table"), list_tables().items())
+def test_what_a_run_takes_is_an_argument_of_the_recipes(tool, table, tmp_path):
+    names = {name.replace("*", row.key) for row in table.rows if row.effect == "none" for name in (row.to, *row.also)}
+    values = {"lr_scheduler_type": "cosine", "output_dir": "out", "dataset_name": "rows.jsonl", "save_strategy": "no"}
+    content = {name: values.get(name, {} if name.endswith("kwargs") else 1) for name in names if name}
+    for recipe in OF_RECIPE:
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+        assert _parsed(tmp_path, recipe).given == {"config", *content}
+
+
+@pytest.mark.parametrize(
+    ("tool", "settings", "written", "unwritten"),
+    [
+        ("axolotl", {"eval_batch_size": 3}, {"per_device_eval_batch_size": 3}, []),
+        ("axolotl", {"warmup_ratio": 0.1, "adam_beta2": 0.95}, {"warmup_steps": 0.1, "adam_beta2": 0.95}, []),
+        ("axolotl", {"warmup_ratio": 0.1, "warmup_steps": 0}, {"warmup_steps": 0}, ["warmup_ratio"]),
+        ("axolotl", {"lr_scheduler": "rex"}, {"lr_scheduler_type": None}, ["lr_scheduler"]),
+        ("axolotl", {"datasets": [{"path": "a"}, {"path": "b"}]}, {"dataset_name": "a"}, ["datasets"]),
+        ("axolotl", {}, {"lr_scheduler_type": "cosine", "warmup_steps": 0.03, "weight_decay": 0.0}, []),
+        ("llama_factory", {"dataset": "identity"}, {"dataset_name": None}, ["dataset"]),
+        ("llama_factory", {"dataset": "a/b", "dataset_dir": "ONLINE"}, {"dataset_name": "a/b"}, ["dataset_dir"]),
+        ("llama_factory", {"lora_rank": 16}, {"lora": 32, "learning_rate": 5e-5}, []),
+        ("llama_factory", {"lora_rank": 16, "lora_alpha": 16}, {"lora": 16}, []),
+        ("llama_factory", {"stage": "dpo", "pref_beta": 0.3}, {}, ["pref_beta"]),
+        ("ms_swift", {"tuner_type": "full", "dataset": "a#500"}, {"learning_rate": 1e-5, "dataset_name": "a"}, None),
+        ("ms_swift", {"dataset": "a b", "reward_funcs": ["x"]}, {"learning_rate": 1e-4}, ["dataset", "reward_funcs"]),
+        ("trl", {"warmup_ratio": 0.1, "adam_beta1": 0.8}, {"warmup_steps": 0.1, "adam_beta1": 0.8}, []),
+        ("torchtune", {"lr_scheduler.num_warmup_steps": 100}, {}, ["lr_scheduler.num_warmup_steps"]),
+    ],
+)
+def test_settings_of_a_run_are_written_or_named(tool, settings, written, unwritten, tmp_path):
+    translation = translate(read_table(tool), {**MODEL[tool], **settings}, tmp_path)
+    translation.check()
+    arguments = recipe_arguments(translation.spec(seq_len=64), translation)
+    for name, value in written.items():
+        found = arguments.get(name)
+        assert (found["lora_alpha"] if name == "lora" else found) == value, name
+    assert unwritten is None or sorted(translation.unwritten) == unwritten
+
+
+def test_migrate_says_what_no_recipe_takes(command, tmp_path):
+    file = tmp_path / "full.yml"
+    content = {
+        "base_model": str(builtin_model()),
+        "sequence_len": 64,
+        "datasets": [{"path": "a", "type": "alpaca"}, {"path": "b", "type": "alpaca"}],
+        "loss_watchdog_threshold": 5.0,
+    }
+    file.write_text(yaml.safe_dump(content))
+    code, output, errors = command("migrate", str(file))
+    assert code == 0 and "--dataset_name a" in output
+    assert any("datasets, loss_watchdog_threshold" in line for line in errors.splitlines())
