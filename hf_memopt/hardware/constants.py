@@ -58,6 +58,10 @@ class Constant:
         return self.capability[0] <= device.capability <= self.capability[1]
 
 
+def _matmul(share: float, source: str, **where) -> Constant:
+    return Constant(name="matmul_efficiency", value=share, unit="share of the catalog's rate", source=source, **where)
+
+
 # The first row that applies to a device counts.
 TABLE = (
     # Whatever the card: since 1.13 torch has CUDA load kernels at their first use (CUDA_MODULE_LOADING=LAZY, pytorch
@@ -126,102 +130,38 @@ TABLE = (
         unit="bytes",
         source="assumed: what a desktop's windows may take while training runs",
     ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.6,
-        unit="share of the catalog's rate",
-        source="assumed: half to two thirds of what BLAS reaches in benchmarks",
-        backends=("cpu",),
-    ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.58,
-        unit="share of the catalog's rate",
-        source=f"an MI325X reaches 785 of 1307 TFLOP/s at best: {_BEST}",
-        cards="MI325X",
-    ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.5,
-        unit="share of the catalog's rate",
-        source="of an MI300X: 620 of 1307 TFLOP/s in bf16 (SemiAnalysis, MI300X vs H100 vs H200 benchmark part 1, "
+    _matmul(0.6, "assumed: half to two thirds of what BLAS reaches in benchmarks", backends=("cpu",)),
+    _matmul(0.58, f"an MI325X reaches 785 of 1307 TFLOP/s at best: {_BEST}", cards="MI325X"),
+    _matmul(
+        0.5,
+        "of an MI300X: 620 of 1307 TFLOP/s in bf16 (SemiAnalysis, MI300X vs H100 vs H200 benchmark part 1, "
         "December 2024), 45 % by Ambati et al. 2025 (AMD MI300X GPU Performance Analysis)",
         backends=("rocm",),
         architectures=("gfx942",),
     ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.58,
-        unit="share of the catalog's rate",
-        source=f"an MI355X reaches 1565 of 2500 TFLOP/s at best: {_BEST}",
-        backends=("rocm",),
-        architectures=("gfx950",),
+    _matmul(
+        0.58, f"an MI355X reaches 1565 of 2500 TFLOP/s at best: {_BEST}", backends=("rocm",), architectures=("gfx950",)
     ),
-    Constant(
-        name="matmul_efficiency",
-        value=1.0,
-        unit="share of the catalog's rate",
-        source="19 of these cards reach 1.06 of the catalog's rate at best (median), above the clocks that they are "
+    _matmul(
+        1.0,
+        "19 of these cards reach 1.06 of the catalog's rate at best (median), above the clocks that they are "
         f"sold with: {_BEST_OF_USERS}",
         cards=r"GeForce RTX [2-5]0\d0(?!.*Laptop)",
     ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.61,
-        unit="share of the catalog's rate",
-        source=f"a T4 reaches 42 of 65 TFLOP/s in fp16 at best: {_BEST_OF_USERS}",
-        cards="NVIDIA T4",
+    _matmul(0.61, f"a T4 reaches 42 of 65 TFLOP/s in fp16 at best: {_BEST_OF_USERS}", cards="NVIDIA T4"),
+    _matmul(0.55, f"an L4 reaches 71 of 121 TFLOP/s at best: {_BEST_OF_USERS}", cards=r"NVIDIA L4$"),
+    _matmul(0.7, f"a V100 reaches 92 of 125 TFLOP/s in fp16 at best: {_BEST_OF_USERS}", cards="NVIDIA V100"),
+    _matmul(0.62, f"an H100 PCIe reaches 496 of 756 TFLOP/s at best: {_BEST_OF_USERS}", cards="H100 PCIe"),
+    _matmul(0.74, f"an H100 reaches 795 of 989 TFLOP/s at best: {_BEST}", backends=("cuda",), capability=(9.0, 9.9)),
+    _matmul(
+        0.71, f"a B200 reaches 1745 of 2250 TFLOP/s at best: {_BEST}", backends=("cuda",), capability=(10.0, 11.9)
     ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.55,
-        unit="share of the catalog's rate",
-        source=f"an L4 reaches 71 of 121 TFLOP/s at best: {_BEST_OF_USERS}",
-        cards=r"NVIDIA L4$",
-    ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.7,
-        unit="share of the catalog's rate",
-        source=f"a V100 reaches 92 of 125 TFLOP/s in fp16 at best: {_BEST_OF_USERS}",
-        cards="NVIDIA V100",
-    ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.62,
-        unit="share of the catalog's rate",
-        source=f"an H100 PCIe reaches 496 of 756 TFLOP/s at best: {_BEST_OF_USERS}",
-        cards="H100 PCIe",
-    ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.74,
-        unit="share of the catalog's rate",
-        source=f"an H100 reaches 795 of 989 TFLOP/s at best: {_BEST}",
-        backends=("cuda",),
-        capability=(9.0, 9.9),
-    ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.71,
-        unit="share of the catalog's rate",
-        source=f"a B200 reaches 1745 of 2250 TFLOP/s at best: {_BEST}",
-        backends=("cuda",),
-        capability=(10.0, 11.9),
-    ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.7,
-        unit="share of the catalog's rate",
-        source="of an M4 Max: 12.3 to 14.8 of 18.4 TFLOP/s (zzc0721/torch-performance-test-data issue 65)",
+    _matmul(
+        0.7,
+        "of an M4 Max: 12.3 to 14.8 of 18.4 TFLOP/s (zzc0721/torch-performance-test-data issue 65)",
         backends=("mps",),
     ),
-    Constant(
-        name="matmul_efficiency",
-        value=0.8,
-        unit="share of the catalog's rate",
-        source=f"{_FITTED}: beside the time in which the matmul reads and writes",
-    ),
+    _matmul(0.8, f"{_FITTED}: beside the time in which the matmul reads and writes"),
     Constant(
         name="exposed_matmul_traffic",
         value=0.0,
