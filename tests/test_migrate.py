@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_foreign_keys import MODEL
 
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError
@@ -22,16 +23,6 @@ OF_RECIPE = {
     "sft": (AnswerArguments, "SFTConfig"),
     "dpo": (PreferenceArguments, "DPOConfig"),
     "grpo": (RolloutArguments, "GRPOConfig"),
-}
-MODEL = {
-    "axolotl": {"base_model": "m"},
-    "llama_factory": {"model_name_or_path": "m", "do_train": True},
-    "ms_swift": {"model": "m"},
-    "torchtune": {
-        "model._component_": "torchtune.models.llama3_2.llama3_2_1b",
-        "optimizer._component_": "torch.optim.AdamW",
-    },
-    "trl": {"model_name_or_path": "m"},
 }
 
 
