@@ -1,6 +1,7 @@
 """Readers, thresholds, the callback and the diagnosis of growth, on this machine's real memory."""
 
 import logging
+import mmap
 import random
 
 import psutil
@@ -26,11 +27,16 @@ def reading(allocated: float, capacity: float = 24, **more) -> Reading:
     return Reading(**sizes, retries=0, host_resident=GIB, host_available=8 * GIB)
 
 
+def _new_memory(size: int) -> torch.Tensor:
+    """A tensor on pages of its own: malloc may give out what this process has freed before, and nothing grows."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).fill_(1)
+
+
 def test_the_cpu_reader_reads_this_process():
     found = Reader("cpu").read()
     assert found.allocated == pytest.approx(psutil.Process().memory_info().rss, rel=0.1)
     before = found.allocated
-    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    held = _new_memory(64 * 2**20)
     assert Reader("cpu").allocated() - before > 60 * 2**20
     assert peak_resident() >= Reader("cpu").allocated() * 0.98
     assert 0 < found.capacity <= psutil.virtual_memory().total
@@ -304,14 +310,13 @@ def test_causes_of_growth_are_distinguished(kind):
 
 @pytest.mark.slow
 def test_growth_is_said_with_what_to_do(tmp_path, caplog, capsys):
-    """A real leak: a callback that keeps 40 MB a step, of a limit of 1 GB more than there is. (The memory of smaller
-    tensors may be what the process has freed before, and nothing grows.)"""
+    """A real leak: a callback that keeps 40 MB a step, of a limit of 1 GB more than there is."""
     kept = []
     torch.ones(2 * GIB, dtype=torch.uint8)  # a peak before training, which is no alarm
 
     class Leak(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
-            kept.append(torch.ones(40 * 2**20, dtype=torch.uint8))
+            kept.append(_new_memory(40 * 2**20))
 
     def prepare(trainer):
         trainer._callback.monitor = MemoryMonitor(device="cpu", limit=Reader("cpu").allocated() + GIB)
