@@ -32,12 +32,11 @@ def check_depth(extended: int, replayed: int, job: Job) -> None:
         ImpossibleEstimate: the first is higher.
     """
     # Of whole models the replay may be lower: it keeps no count of what offloading fetches ahead.
-    if job.engine.plain or job.engine.flat_buffers:
-        return
-    if extended > (1 + _APART) * replayed + _APART_BYTES:
-        raise ImpossibleEstimate(
-            f"no estimate: its layers need {size(extended)} by the growth of the peak from layer to layer, and "
-            f"{size(replayed)} one after the other; please report it with these settings"
+    whole = job.engine.plain or job.engine.flat_buffers
+    if not whole and extended > (1 + _APART) * replayed + _APART_BYTES:
+        _refuse(
+            f"its layers need {size(extended)} by the growth of the peak from layer to layer, and {size(replayed)} "
+            "one after the other"
         )
 
 
@@ -51,9 +50,13 @@ def check_physics(estimate: Estimate, peaks: dict[str, Peak], job: Job) -> None:
         ImpossibleEstimate: two of its numbers, or a number and the model, contradict each other.
     """
     for contradiction in (*_sums(estimate), *_bounds(estimate.breakdown, peaks, job)):
-        raise ImpossibleEstimate(
-            f"no estimate, as its numbers contradict each other: {contradiction}; please report it with these settings"
-        )
+        _refuse(contradiction)
+
+
+def _refuse(contradiction: str) -> None:
+    raise ImpossibleEstimate(
+        f"no estimate, as its numbers contradict each other: {contradiction}; please report it with these settings"
+    )
 
 
 def _sums(estimate: Estimate) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError, brief
 from hf_memopt.foreign.table import is_off
-from hf_memopt.foreign.values import AUTO
+from hf_memopt.foreign.values import AUTO, fsdp_keys
 from hf_memopt.yaml_values import read_text, read_yaml
 
 # Options that say how processes find each other, what is saved, or what a Trainer's own arguments decide.
@@ -94,13 +94,8 @@ def _of_file(path: Path) -> dict[str, Any]:
 
 
 def _fsdp(settings: Mapping[str, Any]) -> dict[str, Any]:
-    own = {key.removeprefix("fsdp_"): value for key, value in settings.items() if key.startswith("fsdp_")}
-    if not is_off(own.pop("offload_params", False)):
-        own["cpu_offload"] = True
-    if sharding := own.pop("sharding_strategy", None):  # FSDP1's word for it
-        own["reshard_after_forward"] = str(sharding).lower()
-    own["version"] = own.get("version", 1)
-    return {"training.fsdp": "full_shard auto_wrap", "training.fsdp_config": own}
+    own = fsdp_keys({key.removeprefix("fsdp_"): value for key, value in settings.items() if key.startswith("fsdp_")})
+    return {"training.fsdp": "full_shard auto_wrap", "training.fsdp_config": {"version": 1, **own}}
 
 
 def _deepspeed(settings: Mapping[str, Any]) -> Any:

@@ -104,16 +104,13 @@ def read_settings(path: Path, content: str) -> Source:
     Raises:
         InputError: as read_source() raises it.
     """
-    settings = read_yaml(content, str(path))
-    if not isinstance(settings, Mapping):
-        raise InputError(f"{path}: holds no settings, but {brief(settings)}")
+    settings = _read_mapping(content, str(path))
     tool = foreign_tool(settings)
     if tool is None:
         known = ", ".join(_TABLES)
         raise InputError(f"{path} is no configuration of a training job of {known}; hf-memopt doctor checks others")
     if tool not in _TABLES:
         raise InputError(f"{path} is a configuration of {tool}, which is not modelled")
-    settings = {str(key): value for key, value in settings.items()}
     engine = _engine(_taken_out(settings), path.parent) if tool == "TRL" else {}
     launch = Launch("accelerate" if tool == "TRL" else tool)
     engine |= _surroundings(settings, launch, _variables(settings, _TABLES[tool]), engine)
@@ -191,11 +188,17 @@ def _engine(launch: dict[str, Any], folder: Path, changed: str = "") -> dict[str
 
 def _named_file(command: Command, folder: Path) -> dict[str, Any]:
     name = str(command.config)
-    settings = read_yaml(read_text(_find(name, folder, command.folder), name), name)
-    if not isinstance(settings, Mapping):
-        raise InputError(f"{name}: holds no settings, but {brief(settings)}")
+    settings = _read_mapping(read_text(_find(name, folder, command.folder), name), name)
     if _TABLES.get(str(foreign_tool(settings)), command.tool) != command.tool:
         raise InputError(f"{name} is a configuration of {foreign_tool(settings)}, and the command another tool's")
+    return settings
+
+
+def _read_mapping(content: str, name: str) -> dict[str, Any]:
+    """The settings of a file's text."""
+    settings = read_yaml(content, name)
+    if not isinstance(settings, Mapping):
+        raise InputError(f"{name}: holds no settings, but {brief(settings)}")
     return {str(key): value for key, value in settings.items()}
 
 

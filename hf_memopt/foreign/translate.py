@@ -120,13 +120,7 @@ class Translation:
         if prompt := own.pop("prompt_len", None):  # here a sample is both
             own["seq_len"] = prompt + training.get("max_completion_length", _COMPLETION)
         own["seq_len"] = seq_len or own.get("seq_len")
-        memory, length = groups["memory"], own["seq_len"] or 0
-        counts = fit(dict.fromkeys(_PARTS, int), {name: memory.pop(name) for name in _PARTS.keys() & memory.keys()})
-        for name, parts in counts.items():
-            field_name, largest = _PARTS[name]
-            parts = parts or -(-length * (batch if own.get("packed") else 1) // largest)
-            if length and parts != 1:
-                memory[field_name] = -(-length * batch // parts)
+        _set_part_sizes(groups["memory"], own["seq_len"] or 0, batch, own.get("packed", False))
         if (training.get("fsdp_config") or {}).get("activation_checkpointing"):
             training.pop("activation_checkpointing", None)  # FSDP checkpoints layers itself
         if training.get("deepspeed"):
@@ -159,6 +153,16 @@ class Translation:
                 place = place.setdefault(key, {})
             place[keys[-1]] = dict(value) if isinstance(value, Mapping) else value
         return groups
+
+
+def _set_part_sizes(memory: dict[str, Any], length: int, batch: int, packed: bool) -> None:
+    """Put the tokens of each part of a micro-batch in place of the number of parts."""
+    counts = fit(dict.fromkeys(_PARTS, int), {name: memory.pop(name) for name in _PARTS.keys() & memory.keys()})
+    for name, parts in counts.items():
+        tokens, largest = _PARTS[name]
+        parts = parts or -(-length * (batch if packed else 1) // largest)
+        if length and parts != 1:
+            memory[tokens] = -(-length * batch // parts)
 
 
 def translate(table: Table, settings: Mapping[str, Any], folder: Path) -> Translation:

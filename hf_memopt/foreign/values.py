@@ -52,13 +52,19 @@ def fsdp(value: Any, table: Table, folder: Path) -> dict[str, Any]:
     if not isinstance(value, Mapping | str):
         raise InputError(f"{brief(value)} is neither a mapping nor a file")
     path = folder / value if isinstance(value, str) and value.endswith(".json") else value
-    settings = fsdp_settings(None, str(path) if isinstance(path, Path) else path)
-    if "offload_params" in settings:
-        settings["cpu_offload"] = settings.pop("offload_params")
+    settings = fsdp_keys(fsdp_settings(None, str(path) if isinstance(path, Path) else path))
     settings.pop("final_state_dict_type", None)  # of what is saved
-    if sharding := settings.pop("sharding_strategy", None):
-        settings["reshard_after_forward"] = str(sharding).lower()
     return settings
+
+
+def fsdp_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """FSDP's settings under accelerate's keys, without fsdp_, under those of TrainingArguments."""
+    own = dict(settings)
+    if "offload_params" in own:
+        own["cpu_offload"] = not is_off(own.pop("offload_params"))
+    if sharding := own.pop("sharding_strategy", None):  # FSDP1's word for it
+        own["reshard_after_forward"] = str(sharding).lower()
+    return own
 
 
 def fsdp1(value: Any, table: Table, folder: Path) -> dict[str, Any]:
