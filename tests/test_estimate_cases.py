@@ -17,6 +17,7 @@ from hf_memopt.estimator.largest_batch import largest_batch
 from hf_memopt.estimator.smaller import with_sizes
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.suggestions import TRAINERS_ORDER, job_facts, smallest_combination
+from hf_memopt.estimator.tracing import trace
 from hf_memopt.estimator.tracing.tasks import TASKS
 from hf_memopt.estimator.trainer_job import describe_trainer
 from hf_memopt.hardware import allocator
@@ -362,15 +363,33 @@ def test_no_line_goes_through_two_points_of_one_moment():
     assert between == sorted(between)
 
 
+def gemma_with_vision():
+    from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    text = Gemma3TextConfig(**sizes, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, vocab_size=64)
+    vision = SiglipVisionConfig(**sizes, num_hidden_layers=2, image_size=28, patch_size=14)
+    return Gemma3Config(text_config=text, vision_config=vision)
+
+
 def test_adapters_on_a_vision_tower_that_initializes_by_values():
     """SigLIP's initialization asks tensors for values."""
     from peft import LoraConfig
-    from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = Gemma3TextConfig(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=64)
-    config = Gemma3Config(text_config=text, vision_config=SiglipVisionConfig(**sizes, image_size=28, patch_size=14))
-    assert estimate(config, {}, 16, "l40s", peft_config=LoraConfig(target_modules=["q_proj"])).fits
+    assert estimate(gemma_with_vision(), {}, 16, "l40s", peft_config=LoraConfig(target_modules=["q_proj"])).fits
+
+
+def test_a_tower_that_text_does_not_reach_is_found_once(monkeypatch):
+    """Its weights get no states, which the first trace finds out: a second one of other sizes begins with that."""
+    config, followed, follow = gemma_with_vision(), [], trace._followed
+    monkeypatch.setattr(trace, "_UNREACHED", set())
+    monkeypatch.setattr(trace, "_followed", lambda job: followed.append(job.real_states) or follow(job))
+    asked = [estimate(config, {"per_device_train_batch_size": size}, 16, "l40s") for size in (2, 1)]
+    assert followed == [False, True, False]
+    monkeypatch.setattr(trace, "_UNREACHED", set())
+    alone = estimate(config, {"per_device_train_batch_size": 1}, 16, "l40s")
+    assert followed == [False, True, False, False, True]
+    assert asked[1].to_dict() == alone.to_dict()
 
 
 def test_adapters_leave_no_compiler_in_the_environment(monkeypatch):

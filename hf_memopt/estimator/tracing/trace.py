@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import re
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -43,6 +44,10 @@ from hf_memopt.levers.activation_offload import Offloader
 from hf_memopt.levers.answer_logits import nothing_but_loss
 from hf_memopt.levers.weight_streaming import Streamer, streamer_of
 from hf_memopt.presets.trl_configs import trl_trainer
+
+# Kinds of jobs with weights that nothing of the batch reaches, as text does not reach a vision tower: they get no
+# states, so that the first step has to be real. A job of a kind seen before is traced once.
+_UNREACHED: set[Hashable] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,15 +119,14 @@ def trace(job: TracedJob) -> TraceResult:
     check(Part.EVERY_JOB)
     if job.memory_args is not None:
         check(Part.LEVERS)
-    result, without_gradient = _followed(job)
-    if without_gradient and job.engine.plain:
-        # Nothing of the batch reaches them, as text does not reach a vision tower: they get no states.
+    result, again = _followed(job)
+    if again:
         result, _ = _followed(dataclasses.replace(job, real_states=True))
     return result
 
 
-def _followed(job: TracedJob) -> tuple[TraceResult, set[int]]:
-    """The trace of a job's steps, and the ids of trained weights that got no gradient."""
+def _followed(job: TracedJob) -> tuple[TraceResult, bool]:
+    """The trace of a job's steps, and True if it gave states to weights that backward does not reach."""
     ledger = FakeLedger(padded=job.padded, accelerator=job.accelerator)
     ledger.work = Work() if job.counted else None
     with (
@@ -137,7 +141,8 @@ def _followed(job: TracedJob) -> tuple[TraceResult, set[int]]:
         paged = functools.partial(ledger.counting_as, PAGED)
         with fake_world(job.backend, job.flex, paged, job.fp8), _kernels(job), _random_states(job, ledger), ledger:
             _run(job, args, ledger, mesh)
-        return ledger.result(), ledger.without_gradient  # before garbage is collected automatically again
+        again = bool(ledger.without_gradient) and args.max_steps == 1
+        return ledger.result(), again  # before garbage is collected automatically again
 
 
 def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
@@ -161,6 +166,8 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     announce_layers(job.batch, model, stacks, ledger)
     for each in held:
         announce_held(each, stacks, ledger)
+    if (kind := _kind(job, model)) in _UNREACHED:
+        args.max_steps = 2
     trainer = make_trainer(job, model, args, ledger)
     _offload_to_host(job, model, ledger)
     trainer.add_callback(make_phase_callback(ledger, trainer))
@@ -174,6 +181,18 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
             trainer.train()
         if job.evaluated:
             _evaluate(job, trainer, ledger)
+    unreached = (weight for weight in model.parameters() if id(weight) in ledger.without_gradient)
+    if kind and any(ledger.find_layer(weight) is None for weight in unreached):
+        _UNREACHED.add(kind)
+
+
+def _kind(job: TracedJob, model: torch.nn.Module) -> Hashable:
+    """Equal for jobs whose batches reach the same of the weights outside of layers, whatever their sizes; None for a
+    Trainer of the user's own, whose loss may choose."""
+    if job.trainer is not None or not job.engine.plain:
+        return None
+    trained = (name for name, weight in model.named_parameters() if weight.requires_grad)
+    return type(model), frozenset(job.batch), frozenset(re.sub(r"\d+", "0", name) for name in trained)
 
 
 def _add_weights(model: torch.nn.Module, ledger: Ledger) -> None:
