@@ -7,14 +7,13 @@ import torch
 from conftest import slow
 from peft import LoHaConfig, LoraConfig
 from test_estimator import CHECKPOINTED, LENGTH, _config, _lora
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, LlamaConfig
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator import estimate
+from hf_memopt.estimator import assembly, estimate
 from hf_memopt.estimator.accounting.ledger import _parts
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
-from hf_memopt.estimator.tracing.quantization import _DEQUANTIZED_BYTES
-from hf_memopt.estimator.tracing.trace import loaded_tensors
+from hf_memopt.estimator.tracing.quantization import _DEQUANTIZED_BYTES, loaded_tensors
 
 
 def _load(folder, config, quantization, dtype=torch.bfloat16):
@@ -328,3 +327,34 @@ def test_quantizing_fake_weights_leaves_the_processs_code_table_real(monkeypatch
         model = make_model(ModelSettings(config=_config(), task=infer_task(_config()), quantization_config=four_bits))
     assert isinstance(next(model.parameters()), FakeTensor)
     assert not any(isinstance(table, FakeTensor) for table in functional.name2qmap.values())
+
+
+ADAPTED = {"peft_config": LoraConfig(r=8, target_modules=["q_proj", "v_proj"]), "dtype": "bfloat16"}
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype="bfloat16",
+    bnb_4bit_quant_storage="bfloat16",
+)
+
+
+@pytest.mark.parametrize("strategy", ["none", "fsdp2", "fsdp2_offload_cpu"])
+@pytest.mark.parametrize(
+    ("how", "more", "within"),
+    # Of checkpointed layers the replay lacks one's weights that are gathered ahead.
+    [({}, {}, 0.01), ({}, CHECKPOINTED, 0.2), ({**ADAPTED, "quantization_config": NF4}, {}, 0.01)],
+    ids=["full", "checkpointed", "nf4"],
+)
+def test_the_replay_of_all_layers_has_the_peak_that_two_depths_extend_to(how, more, within, strategy, monkeypatch):
+    """Scales of 4-bit weights belong to a layer; what moves to the host leaves the device."""
+    compared = []
+    monkeypatch.setattr(assembly, "check_depth", lambda extended, replayed, _: compared.append((extended, replayed)))
+    fields = {"per_device_train_batch_size": 2, "bf16": True, **more}
+    processes = 1 if strategy == "none" else 8
+    config = LlamaConfig(
+        vocab_size=2000, hidden_size=512, intermediate_size=1536, num_attention_heads=8, num_hidden_layers=40
+    )
+    estimate(config, fields, LENGTH, "a100_80gb", world_size=processes, strategy=strategy, **how)
+    extended, replayed = compared[0]
+    assert extended == pytest.approx(replayed, rel=within)

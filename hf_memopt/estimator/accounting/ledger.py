@@ -220,6 +220,9 @@ class Ledger(TorchDispatchMode):
                 self._totals[old] -= size
                 self._totals[kind] += size
                 self._total += size * ((old == HOST) - (kind == HOST))
+                if (old == HOST) != (kind == HOST):
+                    event = Event(allocation, size if old == HOST else 0, self._visit, self._moment.layer)
+                    self.events.append(event)
 
     def pin(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage as pinned host memory, of which torch takes powers of two (2.13,

@@ -187,7 +187,15 @@ def _quantize_by_stand_ins(model, quantization, method: str, pre_quantized: bool
     return StandInQuantizer(quantization, pre_quantized)
 
 
-def companions(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+def loaded_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Every tensor that a model keeps: parameters, buffers, and scales beside quantized weights."""
+    for module in model.modules():
+        yield from module.parameters(recurse=False)
+        yield from module.buffers(recurse=False)
+        yield from _companions(module)
+
+
+def _companions(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """The tensors of a quantized layer beside its parameters and buffers: bitsandbytes' scales and code tables."""
     weight = getattr(module, "weight", None)
     state = getattr(weight, "quant_state", None) or expert_state(module)

@@ -7,6 +7,7 @@ import torch
 from hf_memopt.estimator.accounting.engine_tensors import follow_engine, tensors_in
 from hf_memopt.estimator.accounting.ledger import HOST, ROLLOUT_PHASES, STACK, Ledger
 from hf_memopt.estimator.tracing.extrapolate import read_config
+from hf_memopt.estimator.tracing.quantization import loaded_tensors
 
 # Phases whose forward passes are not a training step's.
 WITHOUT_STEP = ("eval", *ROLLOUT_PHASES)
@@ -32,6 +33,8 @@ def announce_layers(batch: dict, model: torch.nn.Module, stacks: list, ledger: L
                 index + number * STACK,
             )
             places |= {id(weight): layer.place_in_model for weight in layer.parameters()}
+            for tensor in loaded_tensors(layer):
+                ledger.tag(tensor, layer.place_in_model[1])
             _announce_layer(layer, ledger, is_last=index == len(layers) - 1)
     model.register_forward_pre_hook(lambda *_: _begin(ledger, "forward"))
     model.register_forward_hook(lambda *_: _begin(ledger, "backward"))
@@ -42,7 +45,6 @@ def announce_layers(batch: dict, model: torch.nn.Module, stacks: list, ledger: L
     )
     for name, weight in model.named_parameters():
         segment, layer = places.get(id(weight), (name, None))
-        ledger.tag(weight, layer)
         if weight.requires_grad:
             _announce_gradient(weight, segment, layer, ledger)
 

@@ -33,7 +33,7 @@ from hf_memopt.estimator.tracing.fake_tensors import fake_world
 from hf_memopt.estimator.tracing.host_copies import counted_lanes, save_on_host
 from hf_memopt.estimator.tracing.optimizers import stand_ins
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet, without_deepspeed
-from hf_memopt.estimator.tracing.quantization import companions, staged_bytes
+from hf_memopt.estimator.tracing.quantization import loaded_tensors, staged_bytes
 from hf_memopt.estimator.tracing.rollouts import generates, own_objects_only
 from hf_memopt.estimator.tracing.segments import announce_held, announce_layers, make_phase_callback, repeated_layers
 from hf_memopt.estimator.tracing.traced_arguments import make_arguments
@@ -201,14 +201,6 @@ def _add_weights(model: torch.nn.Module, ledger: Ledger) -> None:
         ledger.classify(tensor, "parameters")
         if tensor.is_floating_point():
             forget(tensor)  # where the model was initialised with constants
-
-
-def loaded_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Every tensor that a model keeps: parameters, buffers, and scales beside quantized weights."""
-    for module in model.modules():
-        yield from module.parameters(recurse=False)
-        yield from module.buffers(recurse=False)
-        yield from companions(module)
 
 
 def _unquantized_experts(model: torch.nn.Module) -> bool:
