@@ -71,6 +71,7 @@ def run(folder: Path, cases: list[dict]) -> dict[str, list[dict]]:
 
 def predicted(case: dict, rank: int | None = None) -> int:
     """Bytes that the estimate has for a rank of a case, on the device and, where the two are one, on the host."""
+    from accelerate import ParallelismConfig
     from engine_ranks import deepspeed_config, qlora
 
     from hf_memopt import MemoryArguments
@@ -82,6 +83,8 @@ def predicted(case: dict, rank: int | None = None) -> int:
     strategy = case["strategy"]
     if strategy.startswith("zero"):
         fields["deepspeed"], strategy = deepspeed_config(strategy, Path("/")), None
+    if shared := case.get("sequence_parallel"):
+        fields["parallelism_config"] = ParallelismConfig(sp_size=shared, sp_backend="deepspeed")
     quantization, adapters = qlora(case["strategy"]) if case.get("qlora") else (None, None)
     found = estimate(
         case["model"],

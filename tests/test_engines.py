@@ -96,10 +96,12 @@ def test_an_engine(strategy, size, ranks, alone):
 
 
 def test_processes_share_the_tokens_of_a_batch(ranks, alone):
-    """Each has the activations of half the tokens, and one process's losses."""
+    """Each has the activations of half the tokens, the bytes that are predicted, and one process's losses."""
     for name in ("shared-zero2", "shared-zero3"):
-        for reported in ranks[name][2]:
+        case, _, found = ranks[name]
+        for rank, reported in enumerate(found):
             assert reported["losses"] == pytest.approx(alone, rel=1e-5), name
+            assert reported["tensors"] == pytest.approx(engines.predicted(case, rank), rel=0.01), (name, rank)
     whole, shared = (max(reported["tensors"] for reported in ranks[name][2]) for name in ("zero2-2", "shared-zero2"))
     assert shared < 0.95 * whole
 

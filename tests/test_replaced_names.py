@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 import video_models
+from accelerate import ParallelismConfig
 from conftest import BIN, ROOT, run, slow
 from peft import BOFTConfig, FrodConfig, LoraConfig, ShiraConfig, UniLoraConfig
 from transformers import (
@@ -62,6 +63,7 @@ JOBS = {
     Part.DDP: [DDP],
     Part.FSDP2: [FSDP2, {"world_size": 4, "strategy": "tp2_hsdp1"}],
     Part.DEEPSPEED: [{"world_size": 2, "strategy": name} for name in ("zero2_offload_cpu", "zero3_offload_nvme")],
+    Part.ULYSSES: [{"world_size": 2, "strategy": "zero2", "shared": 2}],
     Part.BITSANDBYTES: [{**FSDP2, **FOUR_BITS}, EIGHT_BITS, {"optim": "paged_ademamix_32bit"}],
     Part.FP8: [FP8],
     Part.OPTIMIZERS: [
@@ -132,6 +134,8 @@ def unchecked():
 def small(optim="adamw_torch_fused", config=None, liger=False, hardware="a100_80gb", more=None, **settings):
     fields = {"per_device_train_batch_size": 2, "bf16": True, "optim": optim, "optim_target_modules": ["mlp"]}
     fields |= {"use_liger_kernel": liger, **(more or {})}
+    if shared := settings.pop("shared", None):
+        fields["parallelism_config"] = ParallelismConfig(sp_size=shared, sp_backend="deepspeed")
     return estimate(config or AutoConfig.for_model("llama", **SHAPE), fields, 64, hardware, **settings)
 
 

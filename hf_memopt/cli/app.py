@@ -17,6 +17,7 @@ from hf_memopt.cli.options import (
     Precision,
     Price,
     Samples,
+    SequenceParallel,
     Settings,
     Stack,
     Strategy,
@@ -114,6 +115,7 @@ def estimate(
         int | None, typer.Option(callback=at_least_one, help="Devices that train together. Default: the preset's.")
     ] = None,
     strategy: Strategy = None,
+    sequence_parallel: SequenceParallel = 1,
     hardware: Annotated[
         str | None, typer.Option(help="The device to fit on, as `plan` takes it. Default: the preset's.")
     ] = None,
@@ -156,6 +158,7 @@ def estimate(
         seq_len=seq_len,
         world_size=world_size,
         strategy=strategy,
+        sequence_parallel=sequence_parallel,
         hardware=hardware,
         task=task,
     )
@@ -262,13 +265,7 @@ def export(
             help="Number of machines, each with the preset's devices; also writes slurm.sbatch.",
         ),
     ] = None,
-    sequence_parallel: Annotated[
-        int | None,
-        typer.Option(
-            callback=at_least_one,
-            help="Number of devices that split each sequence (Ulysses, needs ZeRO), for long samples.",
-        ),
-    ] = None,
+    sequence_parallel: SequenceParallel = 1,
     yaml_only: Annotated[
         bool, typer.Option("--yaml-only", help="Write accelerate.yaml alone, with DeepSpeed's settings inside.")
     ] = False,

@@ -48,7 +48,7 @@ class ExportOptions:
     recipe: str = "sft"
     nvme_path: str | None = None
     machines: int | None = None
-    sequence_parallel: int | None = None
+    sequence_parallel: int = 1
     yaml_only: bool = False
     overwrite: bool = False
     target: str | None = None
@@ -60,7 +60,7 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
     preset = preset_by_name(options.preset, options.method, options.strategy, options.precision)
     if options.machines is not None:
         preset = on_machines(preset, options.machines)
-    if options.sequence_parallel is not None:
+    if options.sequence_parallel > 1:
         preset = _split_sequences(preset, options.sequence_parallel)
     check(preset.setup())
     if options.recipe not in RECIPES:

@@ -81,6 +81,14 @@ Strategy = Annotated[
         "--strategy", help="How several devices train together: ddp, fsdp2, zero1, zero2, zero3, tp8, hsdp8, …"
     ),
 ]
+SequenceParallel = Annotated[
+    int,
+    typer.Option(
+        "--sequence-parallel",
+        callback=at_least_one,
+        help="Number of devices that share each sample's tokens (Ulysses, needs ZeRO), for long samples.",
+    ),
+]
 
 Precision = Annotated[
     str | None, typer.Option("--precision", help="fp8: matmuls in 8 bits, on GPUs with fp8 units; needs torchao.")

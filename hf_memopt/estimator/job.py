@@ -10,7 +10,13 @@ from hf_memopt.engines import NO_ENGINE, Engine
 from hf_memopt.engines.mesh import Mesh
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
-from hf_memopt.estimator.job_checks import check_combination, check_length, count_positions, own_attention
+from hf_memopt.estimator.job_checks import (
+    check_combination,
+    check_length,
+    check_shared,
+    count_positions,
+    own_attention,
+)
 from hf_memopt.estimator.patches.fake_cluster import spread
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import check_liger
@@ -29,11 +35,11 @@ from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, find_task, in
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.training_fields import (
     check_fsdp,
-    check_parallelism,
     checkpointing_period,
     evaluates,
     read_fields,
     settle_engine,
+    sharing_processes,
 )
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware
@@ -59,6 +65,7 @@ _TYPES = {
     "video": VideoInputs | None,
     "frozen": list[str] | None,
 }
+_EVAL_BATCH = 8  # TrainingArguments' default
 _MOST_LAYERS = 16  # of a shallow model; more would take longer than they make the estimate better
 
 
@@ -77,6 +84,7 @@ class Job(ModelSettings):
         world_size: processes, one device each.
         mesh: how the processes share the model; None where transformers does not shard it.
         rank: the process that is estimated.
+        shared: processes that share the tokens of each sample (DeepSpeed's Ulysses).
         dequantized: the method of a quantized checkpoint whose weights are dequantized while they are loaded.
         real_batch: the tensors of a micro-batch that ran, in place of one of `seq_len` tokens a sample; pixels are on
             the meta device.
@@ -93,6 +101,7 @@ class Job(ModelSettings):
     world_size: int = 1
     mesh: Mesh | None = None
     rank: int = 0
+    shared: int = 1
     dequantized: str = ""
     real_batch: dict[str, Any] | None = None
     expandable: bool = field(default_factory=expands_segments)
@@ -106,7 +115,18 @@ class Job(ModelSettings):
         budget = getattr(self.memory_args, "max_tokens_per_batch", None)
         if budget is not None:
             micro = samples_within(budget, self.seq_len)
+        if self.shared > 1:  # as deepspeed 0.19's UlyssesSPDataLoaderAdapter leaves it
+            import torch
+
+            part = (micro, -(-self.seq_len // self.shared))
+            return dict.fromkeys(("input_ids", "position_ids", "shift_labels"), (part, torch.int64))
         return batch_shapes(self.task, self.config, micro, self.seq_len, self.padded, self.packed)
+
+    @property
+    def _whole_batch(self) -> dict:
+        """An evaluation's batch, which Ulysses leaves whole, with the positions that it needs in training."""
+        size = self.fields.get("per_device_eval_batch_size", _EVAL_BATCH)
+        return batch_shapes(self.task, self.config, size, self.seq_len, self.padded, packed=True)
 
     @property
     def positions(self) -> int | None:
@@ -171,7 +191,8 @@ class Job(ModelSettings):
                 f"loss in chunks of {chunk}" if chunk else "fused loss" if fused else "plain loss",
                 *([] if self.engine.alone else [engine]),
                 *(name if value is True else f"{name}={value}" for name, value in levers.items()),
-                f"{micro} × {fields['gradient_accumulation_steps']} × {self.world_size}",
+                *([f"samples shared by {self.shared}"] if self.shared > 1 else []),
+                f"{micro} × {fields['gradient_accumulation_steps']} × {self.world_size // self.shared}",
             ]
         )
 
@@ -281,6 +302,7 @@ class Job(ModelSettings):
             values=value_tensors(self._known_batch),
             padded=self.padded or self.packed,
             evaluated=evaluates(self.fields),
+            eval_batch=self._whole_batch if self.shared > 1 else None,
             **self._trace_settings(),
         )
 
@@ -299,6 +321,7 @@ class Job(ModelSettings):
             "engine": self.engine,
             "memory_args": self.memory_args,
             "rank": self.rank,
+            "shared": self.shared,
         }
 
 
@@ -320,7 +343,7 @@ def describe(
     Args:
         config_class: the class whose fields a dict of `args` has, by default TrainingArguments.
         settings: further fields of Job: peft_config, dtype, attn_implementation, padded, quantization_config,
-            kbit_preparation, autocast_adapter_dtype, memory_args, packed, video, frozen.
+            kbit_preparation, autocast_adapter_dtype, memory_args, packed, video, frozen, shared.
 
     Raises:
         InputError: an unknown model, or a job that cannot run or is not modelled.
@@ -336,7 +359,10 @@ def describe(
     settings["frozen"] = tuple(settings.get("frozen") or ())
     settings["dtype"] = resolve_dtype(config, settings.get("dtype", "auto"))
     fields = read_fields(args, config_class)
-    check_parallelism(fields, launched=not isinstance(args, dict))
+    shared = sharing_processes(fields, launched=not isinstance(args, dict))
+    if shared > 1:  # the batch is traced divided
+        fields.pop("parallelism_config", None)
+        settings["shared"] = shared
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     check_fsdp(fields, strategy, world_size)
     fields, engine = settle_engine(fields, strategy, world_size)
@@ -357,6 +383,7 @@ def describe(
         **settings,
     )
     check_combination(job)
+    check_shared(job)
     return job
 
 

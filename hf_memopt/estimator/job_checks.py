@@ -7,6 +7,9 @@ from hf_memopt.estimator.tracing.optimizers import check_traceable
 from hf_memopt.hardware.attention import flash_attention
 from hf_memopt.levers.refusals import check_levers
 
+# Fields of MemoryArguments that trainer.data_loading refuses beside shared samples.
+_WHOLE_SAMPLES = {"loss_chunk_size", "logits_to_keep", "max_tokens_per_batch", "sparse_block_size", "sliding_window"}
+
 
 def longest_sample(config, seq_len: int) -> int:
     """A number of tokens, or the model's positions where those are fewer."""
@@ -72,3 +75,41 @@ def check_combination(job) -> None:
     for refusal in refusals(setup):
         raise InputError(refusal)
     check_traceable(setup.optim, job.device.backend != "cpu")
+
+
+def check_shared(job) -> None:
+    """Refuse jobs whose samples cannot be shared by processes, or of which a trace would not know how.
+
+    Raises:
+        InputError: what keeps samples whole, and what to do instead.
+    """
+    if job.shared == 1:
+        return
+    what = f"sequence_parallel={job.shared}"
+    if job.engine.deepspeed is None:
+        raise InputError(f"{what} is DeepSpeed's, and the strategy is {job.engine.label}: use zero1, zero2 or zero3")
+    if job.world_size % job.shared:
+        raise InputError(f"{what} does not divide the {job.world_size} processes")
+    if job.task != "causal-lm" or job.video is not None or job.padded or job.packed:
+        raise InputError(f"{what} is predicted for whole rows of text alone, without padding: leave it out")
+    heads, keys = attention_heads(job.config)
+    if heads % job.shared or (keys % job.shared and job.shared % keys):
+        raise InputError(f"{what} does not divide the model's {heads} attention heads and {keys} of keys")
+    layers = set(getattr(job.config.get_text_config(), "layer_types", None) or ())
+    if any("linear" in kind for kind in layers):
+        raise InputError(f"{what}: linear attention passes a state along the sample, which cannot be divided")
+    if layers - {"full_attention"} and not flash_attention(next(iter(job.attention), None)):
+        raise InputError(
+            f"{what}: Ulysses (deepspeed 0.19) drops the masks of {', '.join(sorted(layers - {'full_attention'}))}: "
+            "set attn_implementation=flash_attention_2, which needs none"
+        )
+    levers = job.memory_args.levers() if job.memory_args is not None else {}
+    if apart := _WHOLE_SAMPLES & levers.keys():
+        raise InputError(f"{min(apart)} needs whole samples, which {what} divides: leave it out")
+
+
+def attention_heads(config) -> tuple[int, int]:
+    """A model's attention heads of queries and of keys."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or 1
+    return heads, getattr(text, "num_key_value_heads", None) or heads

@@ -13,6 +13,7 @@ from hf_memopt.hardware.catalog import DEVICES_PER_HOST, Hardware, box_of
 SHORT = 2048  # tokens of a micro-batch, below which launching takes longer than computing with adapters
 DENSE, MOE, ADAPTERS = "dense models", "mixtures of experts", "adapters in short batches"
 PCIE, NODES = "models sharded over PCIe", "several nodes"
+SHARED = "samples that devices share"  # no run of these was compared, either
 OFFLOADED = "weights, optimizer states or activations in host memory"  # no run of these was compared
 _OFFLOADS = ("weight_streaming", "optimizer_cpu_offload", "activation_offload")
 
@@ -47,6 +48,8 @@ def job_kind(job: Job) -> str:
     """The kind of a job, by what bounds its speed."""
     if job.engine.offloads or any(getattr(job.memory_args, name, False) for name in _OFFLOADS):
         return OFFLOADED
+    if job.shared > 1:
+        return SHARED
     if job.world_size > DEVICES_PER_HOST:
         return NODES
     box = box_of(job.device)

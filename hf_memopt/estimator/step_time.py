@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hf_memopt.engines import Engine
 from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.job_checks import attention_heads
 from hf_memopt.estimator.tracing.extrapolate import count_layers
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST
@@ -61,6 +62,8 @@ class StepTime:
         adapters: alone are trained; peft keeps them in 32 bits.
         layers: whose weights are gathered and whose gradients are reduced at a time.
         drives: NVMe drives of each machine that share what is offloaded to disk.
+        shared: processes that share the tokens of a sample.
+        sent: bytes that each sends of a micro-batch for it, in `messages` of an equal part.
     """
 
     device: Hardware
@@ -72,6 +75,9 @@ class StepTime:
     adapters: bool
     layers: int
     drives: int = 1
+    shared: int = 1
+    sent: int = 0
+    messages: int = 0
 
     @classmethod
     def of(cls, job: Job, trained: int, loaded: int, drives: int = 1) -> "StepTime":
@@ -86,13 +92,16 @@ class StepTime:
             adapters=job.peft_config is not None,
             layers=count_layers(job.config),
             drives=drives,
+            shared=job.shared,
+            **_sent_for_sharing(job),
         )
 
     def seconds(self, step: Step) -> float:
         """One optimizer step."""
         exchange_micro, exchange_step = self.exchanged(step)
         launching = step.launch_seconds * (self._sharded_launch if step.engine.shards_weights else 1)
-        micro = self._overlapped(self._overlapped(step.micro_seconds, launching), exchange_micro)
+        sharing = Links(self.device, self.shared).seconds(self.sent, self.messages)
+        micro = self._overlapped(self._overlapped(step.micro_seconds, launching) + sharing, exchange_micro)
         return self._overlapped(step.accumulation * micro, exchange_step) + self._optimizer(step)
 
     def exchanged(self, step: Step) -> tuple[float, float]:
@@ -174,6 +183,19 @@ class StepTime:
     @functools.cached_property
     def _sharded_launch(self) -> float:
         return constant("sharded_launch_ratio", self.device).value
+
+
+def _sent_for_sharing(job: Job) -> dict[str, int]:
+    """StepTime's `sent` and `messages` of a job: in every layer's forward pass queries, keys, values and outputs are
+    exchanged one after the other, and in backward their gradients (deepspeed 0.19, UlyssesSPAttentionHF)."""
+    if job.shared == 1:
+        return {}
+    text, (heads, keys) = job.config.get_text_config(), attention_heads(job.config)
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    checkpointed = job.fields.get("activation_checkpointing") or job.engine.checkpointing
+    passes = count_layers(job.config) * (3 if checkpointed else 2)
+    sent = 2 * job.micro_batch_tokens * width * (2 * heads + 2 * max(keys, job.shared))
+    return {"sent": passes * sent, "messages": 4 * passes}
 
 
 def host_link(device: Hardware) -> float:

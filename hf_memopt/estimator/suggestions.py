@@ -10,6 +10,7 @@ from hf_memopt.compatibility.setup import Setup, quant_storage
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.job_checks import check_shared
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import one_by_one
@@ -201,7 +202,9 @@ def changed_job(job: Job, settings: Mapping[str, Any]) -> Job:
         changed |= {"fields": fields, "engine": engine, "rank": engine.peak_rank(job.world_size)}
     if "method" in settings:
         changed |= _of_method(job, changed["fields"], settings["method"])
-    return dataclasses.replace(job, **changed)
+    job = dataclasses.replace(job, **changed)
+    check_shared(job)
+    return job
 
 
 def _of_method(job: Job, fields: Mapping[str, Any], method: str) -> dict[str, Any]:

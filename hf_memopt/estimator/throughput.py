@@ -59,15 +59,15 @@ class Throughput:
 
 
 def counted_job(job: Job) -> Job | None:
-    """The job whose trace has the kernels: of sharded engines the same on one device, without the engine. None where
-    no speed is predicted."""
+    """The job whose trace has the kernels: of sharded engines the same on one device, without the engine, and with
+    whole samples, whose kernels the processes that share them divide evenly. None where no speed is predicted."""
     if unknown_speed(job):
         return None
     if job.engine.plain:  # its own trace has the kernels of one device
         return job
     fields, engine = settle_engine(job.engine.traceable(job.fields), "none", 1)
     fields |= {"gradient_accumulation_steps": 1}
-    return dataclasses.replace(job, fields=fields, engine=engine, world_size=1, rank=0)
+    return dataclasses.replace(job, fields=fields, engine=engine, world_size=1, rank=0, shared=1)
 
 
 def throughput(
@@ -84,17 +84,18 @@ def throughput(
     steps = traces[0].steps
     kernels = extended(traces[0].kernels, traces[-1].kernels, (layers - depths[0]) // period)
     micro_batches = steps * min(counted.fields["gradient_accumulation_steps"], 2)  # tracing.traced_arguments
+    shares = micro_batches * job.shared
     taken = kernel_seconds(kernels, job.device, main_attention(job))
     recomputed = Counter({kernel: count for kernel, count in kernels.items() if kernel.recomputed})
     again = kernel_seconds(recomputed, job.device, main_attention(job)).micro
     moments = [trace.moments for trace in traces]
     peaks = extrapolate_peaks(job.config, depths, moments, not job.engine.flat_buffers, job.unlike_layers)
-    micro_seconds = taken.micro / micro_batches
+    micro_seconds = taken.micro / shares
     accumulation = job.fields["gradient_accumulation_steps"]
     step = Step(
         engine=job.engine,
         accumulation=accumulation,
-        micro_seconds=micro_seconds + _waits(job, peaks, micro_seconds, again / micro_batches),
+        micro_seconds=micro_seconds + _waits(job, peaks, micro_seconds, again / shares),
         launch_seconds=taken.launches / micro_batches,
         optimizer_seconds=taken.optimizer / steps,
         optimizer_offloaded=job.device.discrete_memory
@@ -104,7 +105,7 @@ def throughput(
     outside, layer = job.elements(trained=True)
     loaded = max(peak.by_kind.get("parameters", 0) for peak in peaks.values())
     seconds = StepTime.of(job, outside + layer * layers, loaded).seconds(step)
-    flops = sum(count * kernel.flops for kernel, count in kernels.items() if not kernel.recomputed) / micro_batches
+    flops = sum(count * kernel.flops for kernel, count in kernels.items() if not kernel.recomputed) / shares
     peak = peak_rate(job.device)
     return Throughput.of(job, seconds, mfu=peak and accumulation * flops / seconds / peak)
 
@@ -134,7 +135,7 @@ def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float
     """
     held = [peak.host for name, peak in peaks.items() if name.startswith(("forward", "backward"))]
     streamed = min(held, default=0) if getattr(job.memory_args, "weight_streaming", False) else 0
-    moved = max(held, default=0) - min(held, default=0)
+    moved = (max(held, default=0) - min(held, default=0)) / job.shared
     late = max(0.0, (2 * streamed + moved) / host_link(job.device) - computing) if streamed else 0.0
     if not moved:
         return late

@@ -21,10 +21,10 @@ from hf_memopt.estimator.tracing.segments import repeated_layers
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.estimator.training_fields import (
-    check_parallelism,
     evaluates,
     read_trainer_fields,
     settle_engine,
+    sharing_processes,
 )
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.hardware.attention import attention_names, check_attention
@@ -154,7 +154,11 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         check_attention(name, device)
     world_size = world_size or trainer.args.world_size
     fields = read_trainer_fields(trainer)
-    check_parallelism(fields, launched=True)
+    if (shared := sharing_processes(fields, launched=True)) > 1:
+        raise InputError(
+            f"parallelism_config.sp_size={shared}: a Trainer's own batches are not predicted in parts: estimate() and "
+            "`hf-memopt estimate --sequence-parallel` predict samples of one length"
+        )
     fields, engine = settle_engine(fields, strategy, world_size)
     check_liger(fields, device)
     engine.check(fields, world_size)

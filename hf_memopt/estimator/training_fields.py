@@ -93,20 +93,23 @@ def _check_checkpointing(kwargs: Any) -> None:
             )
 
 
-def check_parallelism(fields: dict[str, Any], launched: bool) -> None:
-    """Refuse to predict processes that share the tokens of a sample.
+def sharing_processes(fields: dict[str, Any], launched: bool) -> int:
+    """The processes that share the tokens of a sample by DeepSpeed's Ulysses; 1 where each has whole samples.
 
     Args:
         launched: the fields are this process's, whose launcher may have said so, too.
+
+    Raises:
+        InputError: context parallelism.
     """
     config = fields.get("parallelism_config")
     sizes = parallel_sizes(config) if config or launched else {}
-    for name, kind in (("sp", "sequence parallelism (Ulysses)"), ("cp", "context parallelism")):
-        if sizes.get(name, 1) > 1:
-            raise InputError(
-                f"parallelism_config.{name}_size={sizes[name]}: {kind} is not predicted: leave it out to predict "
-                "whole samples on every device"
-            )
+    if sizes.get("cp", 1) > 1:
+        raise InputError(
+            f"parallelism_config.cp_size={sizes['cp']}: context parallelism is not predicted: leave it out to predict "
+            "whole samples on every device, or set sp_size, which shares them by Ulysses"
+        )
+    return sizes.get("sp", 1)
 
 
 def _check_accelerator(config: Any) -> None:

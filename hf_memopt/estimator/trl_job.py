@@ -109,6 +109,8 @@ def _check(task: str, seq_len: int, settings: dict[str, Any]) -> None:
         check_with_trl(settings["memory_args"], f"task={task}")
     if settings.get("video") is not None:
         raise InputError(f"task={task} is estimated for texts: leave the settings of videos out")
+    if settings.get("shared", 1) > 1:
+        raise InputError(f"sequence_parallel={settings['shared']} is not predicted with task={task}: leave one out")
     if settings.get("packed"):
         raise InputError(f"packed=true goes without task={task}: set packing=true with task=sft")
     if isinstance(seq_len, int) and seq_len < 8:

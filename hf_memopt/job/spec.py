@@ -51,6 +51,7 @@ class JobSpec:
         method: full, lora or qlora; any lets a plan choose.
         strategy: how several devices train together.
         world_size: processes, one device each.
+        sequence_parallel: devices that share the tokens of each sample.
         seq_len: tokens of a sample.
         effective_batch_size: samples of an optimizer step over all devices.
         memory: bytes of each device that may be used.
@@ -79,6 +80,7 @@ class JobSpec:
     method: str = "full"
     strategy: str | None = None
     world_size: int | None = None
+    sequence_parallel: int = 1
     seq_len: int | None = None
     effective_batch_size: int | None = None
     memory: int | None = None

@@ -19,6 +19,7 @@ from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.profiles import Plan, Profile
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import of_one_length, settle
+from hf_memopt.planner.shared_samples import shared_samples
 from hf_memopt.planner.streaming import excessive_weights, lacks_memory, streaming_spec, what_lacks, with_host_memory
 from hf_memopt.planner.trl_choices import trl_space
 from hf_memopt.presets import METHODS, Preset
@@ -102,9 +103,13 @@ def plan_job(spec: JobSpec, say: Callable[[str], None] = lambda text: None) -> P
     """
     check_asked(spec)
     spec = read_model(spec)
+    methods = (spec.method,)
     if spec.method == "any":  # a Preset is of one method
-        return _answer(spec, (spec.hardware.method,) if isinstance(spec.hardware, Preset) else METHODS, say)
-    return _answer(spec, (spec.method,), say)
+        methods = (spec.hardware.method,) if isinstance(spec.hardware, Preset) else METHODS
+    plan = _answer(spec, methods, say)
+    shared = shared_samples(plan.spec, plan.usual.choice if plan.profiles else None)
+    known = [shared.text] if shared and shared.fits and not plan.profiles else []
+    return replace(plan, shared=shared, nearest=[*known, *plan.nearest])
 
 
 def check_asked(spec: JobSpec) -> None:

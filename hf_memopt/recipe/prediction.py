@@ -54,8 +54,8 @@ def predict(job: Job, trainer, length: int, **about) -> Estimate | None:
     Args:
         about: further arguments of describe(): video, frozen.
     """
-    if job.preset.sequence_parallel > 1:
-        print("  memory  not predicted: sequence parallelism is not traced")
+    if trl_trainer(trainer) and job.preset.sequence_parallel > 1:
+        print("  memory  not predicted: TRL's trainers are not traced with samples that devices share")
         return None
     if trl_trainer(trainer) and job.preset.mesh:
         print("  memory  not predicted: TRL's trainers are not traced where transformers shards the model")
@@ -160,6 +160,7 @@ def _estimate(job: Job, trainer, length: int, batch: PeakBatch | None = None, **
         world_size=job.args.world_size,
         strategy=job.preset.strategy if job.preset.mesh else None,
         memory_args=job.memory_args,
+        shared=job.preset.sequence_parallel,
         **about,
     )
     return estimate_job(described if batch is None else _with_batch(described, batch))

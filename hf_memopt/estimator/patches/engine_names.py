@@ -109,6 +109,25 @@ MESH = (
 
 _ZERO = "deepspeed.runtime.zero"
 
+ULYSSES = (
+    Names(
+        owner="deepspeed.runtime.sequence_parallel.parallel_state_sp",
+        names={"_SEQUENCE_PARALLEL_GROUP": None, "_SEQUENCE_DATA_PARALLEL_GROUP": None},
+        why="a process has one group of each kind, and the trace's is over the fake process group",
+        until="deepspeed can hold two",
+    ),
+    Names(
+        owner="deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF",
+        names={
+            "register_with_transformers": "model_name_or_path, core_attn_implementation, sequence_parallel_size, "
+            "micro_batch_size"
+        },
+        why="accelerate calls it while it prepares a model whose batches it divides, which are traced divided",
+        until="never",
+        use=Use.CALLED,
+    ),
+)
+
 DEEPSPEED = (
     Names(
         owner="deepspeed.comm.comm",

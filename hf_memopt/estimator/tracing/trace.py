@@ -27,6 +27,7 @@ from hf_memopt.estimator.patches.liger import counted_liger
 from hf_memopt.estimator.patches.replacement import check, replaced
 from hf_memopt.estimator.patches.table import Part
 from hf_memopt.estimator.patches.trl_trainers import counted_fused_head
+from hf_memopt.estimator.patches.ulysses import shared_samples
 from hf_memopt.estimator.patches.vision_windows import fewer_windows
 from hf_memopt.estimator.tracing.extrapolate import read_config
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
@@ -65,11 +66,13 @@ class TracedJob:
         trainer: makes the copy of the user's own that is traced; None for transformers' Trainer.
         inputs: the user's own micro-batch, in place of `batch`.
         eval_inputs: the user's own evaluation batch.
+        eval_batch: of samples that are shared in training alone; None for `batch`.
         discrete_memory: the device has memory of its own, beside the host's.
         memory_args: MemoryArguments, whose levers make_model() has applied to the model.
         values: the values of those tensors of the batch whose values the model asks for.
         counted: count the kernels of the step, too.
         rank: which of the processes is traced.
+        shared: processes that share the tokens of each sample.
         flex: the device has flex attention.
         attention: the `attn_implementation` of the model and of its parts, where they were chosen.
         capability: CUDA compute capability of the device.
@@ -91,11 +94,13 @@ class TracedJob:
     trainer: TrainerCopy | None = None
     inputs: Any = None
     eval_inputs: Any = None
+    eval_batch: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = None
     discrete_memory: bool = True
     memory_args: Any = None
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     counted: bool = False
     rank: int = 0
+    shared: int = 1
     flex: bool = False
     attention: tuple[str, ...] = ()
     capability: float = 0.0
@@ -175,6 +180,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
         with (
             _sharding(job, trainer, stacks, mesh, ledger),
             _inputs_on_host(job, ledger),
+            shared_samples(model, ledger.attention, job.shared, args.per_device_train_batch_size),
             _optimizer_errors(args),
             stand_ins(args.optim),
         ):
@@ -377,7 +383,7 @@ def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
     if job.inputs is not None:
         job = dataclasses.replace(job, inputs=job.eval_inputs)
     elif not job.values:  # with values, the batch cannot be resized: pixel tensors do not say what belongs to a sample
-        batch = {name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in job.batch.items()}
+        batch = job.eval_batch or {name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in job.batch.items()}
         job = dataclasses.replace(job, batch=batch)
     model = trainer.model if job.engine.plain else trainer.model_wrapped
     model.eval()

@@ -71,6 +71,8 @@ def make_collator(job):
         batch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in job.batch.items()}
         for name, value in job.values.items():
             set_value(batch[name], value)
+        if "shift_labels" in batch:  # as transformers' deepspeed_sp_compute_loss() passes them
+            batch["labels"] = batch["shift_labels"]
         return batch
 
     return collate
