@@ -5,8 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.spec_job import read_model
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.planner import nearest
 from hf_memopt.planner.choices import Choice
-from hf_memopt.planner.nearest import Combination, _estimates, _falls_short, _needs, _sentence
+from hf_memopt.planner.nearest import Combination, _estimates, _falls_short, _needs, _sentence, _smaller, _weights
+from hf_memopt.planner.settle import settle
 from hf_memopt.units import GIB
 
 ZERO3 = Choice("zero3", 1, 16, 1.0, "adamw_torch_fused", "bfloat16")
@@ -40,6 +45,24 @@ def test_a_sketch_says_about():
     certain = combination(ZERO3, 16 * GIB)
     assert _estimates([certain]) == [None]
     assert _sentence(certain, None) == "8 × cards, strategy zero3: about 16.00 GiB"
+
+
+def test_other_models_are_proposed_after_the_family():
+    """The only smaller gpt-oss fits no card of 12 GB, either."""
+    proposed = _smaller(JobSpec(model="gpt-oss-120b", config=load_config("gpt-oss-120b")))
+    assert proposed[0] == "gpt-oss-20b" and "phi-3-mini" in proposed
+    sizes = [_weights(load_config(name)) for name in proposed[1:]]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_smaller_models_are_tried_with_single_samples(monkeypatch):
+    """Where the weights alone are too large, the choice that needs the least may have any micro-batch."""
+    tried = []
+    monkeypatch.setattr(nearest, "_estimates", lambda mixes: tried.extend(mixes) or [None] * len(mixes))
+    monkeypatch.setattr(nearest, "_sentence", lambda *_: None)
+    spec = settle(read_model(JobSpec(model="gpt-oss-120b", hardware="rtx_3060", method="lora")), "lora")
+    nearest._smaller_models(spec, Choice("none", 16, 2, 1.0, "adamw_torch_fused", "bfloat16"))
+    assert len(tried) == 4 and {(mix.choice.micro_batch, mix.choice.accumulation) for mix in tried} == {(1, 32)}
 
 
 def test_shorter_samples_of_what_failed_by_far_are_not_tried():

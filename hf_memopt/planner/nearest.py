@@ -19,6 +19,7 @@ from hf_memopt.estimator.smaller import find_experts, is_from_scratch, smaller_s
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, JobFacts, proposals
 from hf_memopt.planner.choice_jobs import choice_job, smallest_choices, trace_sketch
@@ -38,6 +39,7 @@ _SHORTEST = 128  # tokens
 _LENGTHS = (1, 2, 4, 8, 16)  # samples are so many times shorter
 _DEVICES = (1, 2, 4, 8)  # times as many
 _ROUNDS = 3  # of estimates
+_MODELS = 4  # that are tried, the largest first
 _DOUBT = 2.0  # of small models, what an estimate says of longer samples is off by nearly as much
 _MOST_CHANGES = 3  # in a combination
 _PROPOSED = 4  # combinations
@@ -278,7 +280,12 @@ def _texts(texts: list[str], before, after, choice: Choice) -> list[str]:
 
 
 def _smaller_models(spec: JobSpec, smallest: Choice) -> list[str]:
-    """The largest smaller model of the family that fits; of a model without weights the nearest smaller sizes."""
+    """The largest smaller model of the family that fits, else another; of a model without weights the nearest smaller
+    sizes."""
+    if spec.task not in TRL_TASKS and "per_device_train_batch_size" not in spec.training:
+        # Where the weights alone are too large, any micro-batch needs the least.
+        samples = smallest.micro_batch * smallest.accumulation
+        smallest = replace(smallest, micro_batch=1, accumulation=samples)
     named = [(f"{name} instead", _of_model(spec, name)) for name in _smaller(spec)]
     directions = [[(text, changed) for text, changed in named if not excessive_weights(changed)]]
     if spec.preset.method == "full" and is_from_scratch(spec.config):
@@ -287,7 +294,7 @@ def _smaller_models(spec: JobSpec, smallest: Choice) -> list[str]:
     if (video := spec.video) and (fewer := video.halved()):
         directions.append([(f"max_frames={fewer.frames}", replace(spec, video=fewer))])
     sentences: dict[int, str] = {}  # by direction
-    for step in range(_ROUNDS):
+    for step in range(_MODELS):
         pending = [place for place, steps in enumerate(directions) if place not in sentences and step < len(steps)]
         steps = (directions[place][step] for place in pending)
         smaller = [Combination({}, [text], changed, smallest) for text, changed in steps]
@@ -313,14 +320,13 @@ def _of_sizes(spec: JobSpec, sizes: dict[str, int]):
 
 
 def _smaller(spec: JobSpec) -> list[str]:
-    """Bundled models with fewer weights, the largest first: of the same family, or of the same task where it has
-    none."""
+    """Bundled models with fewer weights, the largest first: those of the same family, then others of the same task."""
     own, task = _weights(spec.config), infer_task(spec.config)
     configs = {name: load_config(name) for name in list_architectures()}
     sizes = {name: size for name, config in configs.items() if (size := _weights(config)) < own}
-    family = [name for name in sizes if configs[name].model_type == spec.config.model_type]
-    others = [name for name in sizes if infer_task(configs[name]) == task and not is_quantized(configs[name])]
-    return sorted(family or others, key=lambda name: (sizes[name], name))[::-1]
+    family = {name for name in sizes if configs[name].model_type == spec.config.model_type}
+    others = {name for name in sizes if infer_task(configs[name]) == task and not is_quantized(configs[name])}
+    return sorted(family | others, key=lambda name: (name in family, sizes[name], name))[::-1]
 
 
 def _weights(config) -> int:
