@@ -62,8 +62,10 @@ JOBS = {
     Part.SEVERAL_DEVICES: [DDP],
     Part.DDP: [DDP],
     Part.FSDP2: [FSDP2, {"world_size": 4, "strategy": "tp2_hsdp1"}],
-    Part.DEEPSPEED: [{"world_size": 2, "strategy": name} for name in ("zero2_offload_cpu", "zero3_offload_nvme")],
-    Part.ULYSSES: [{"world_size": 2, "strategy": "zero2", "shared": 2}],
+    Part.DEEPSPEED: [
+        *({"world_size": 2, "strategy": name} for name in ("zero2_offload_cpu", "zero3_offload_nvme")),
+        {"world_size": 2, "strategy": "zero2", "shared": 2},
+    ],
     Part.BITSANDBYTES: [{**FSDP2, **FOUR_BITS}, EIGHT_BITS, {"optim": "paged_ademamix_32bit"}],
     Part.FP8: [FP8],
     Part.OPTIMIZERS: [

@@ -109,7 +109,7 @@ MESH = (
 
 _ZERO = "deepspeed.runtime.zero"
 
-ULYSSES = (
+DEEPSPEED = (
     Names(
         owner="deepspeed.runtime.sequence_parallel.parallel_state_sp",
         names={"_SEQUENCE_PARALLEL_GROUP": None, "_SEQUENCE_DATA_PARALLEL_GROUP": None},
@@ -126,9 +126,6 @@ ULYSSES = (
         until="never",
         use=Use.CALLED,
     ),
-)
-
-DEEPSPEED = (
     Names(
         owner="deepspeed.comm.comm",
         names={"cdb": None},

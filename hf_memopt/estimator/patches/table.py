@@ -20,7 +20,6 @@ class Part(Enum):
     FSDP2 = "fsdp2"
     MESH = "sharding by transformers"
     DEEPSPEED = "deepspeed"
-    ULYSSES = "samples that processes share"
     BITSANDBYTES = "4-bit weights and 8-bit optimizers"
     PEFT = "adapters of peft"
     FP8 = "FP8 weights"
@@ -45,7 +44,6 @@ TABLE: dict[Part, tuple[Names, ...]] = {
     Part.FSDP2: engine_names.FSDP2,
     Part.MESH: engine_names.MESH,
     Part.DEEPSPEED: engine_names.DEEPSPEED,
-    Part.ULYSSES: engine_names.ULYSSES,
     Part.BITSANDBYTES: model_names.BITSANDBYTES,
     Part.OPTIMIZERS: job_names.OPTIMIZERS,
     Part.FP8: model_names.FP8,

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hf_memopt.estimator.patches.replacement import all_replaced, check
-from hf_memopt.estimator.patches.table import Part
+from hf_memopt.estimator.patches.replacement import all_replaced
 
 _GROUPS = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
@@ -23,7 +22,6 @@ def shared_samples(model, attention: str, processes: int, micro_batch: int) -> I
     if processes == 1:
         yield
         return
-    check(Part.ULYSSES)
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
