@@ -9,10 +9,12 @@ from transformers import AutoConfig
 
 from hf_memopt import InputError, MemoryArguments
 from hf_memopt.estimator import estimate
+from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.shared_samples import shared_samples
+from hf_memopt.presets import preset_by_name
 
 MODEL = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 28, "num_key_value_heads": 4}
 CONFIG = AutoConfig.for_model(**MODEL, hidden_size=3584, vocab_size=500, max_position_embeddings=131072)
@@ -103,6 +105,12 @@ REFUSED = [
 def test_what_cannot_be_shared_is_refused(settings, reason):
     with pytest.raises(InputError, match=reason):
         shared(**settings)
+
+
+def test_a_preset_that_shares_samples_keeps_doing_so():
+    preset = replace(preset_by_name("h100_80gb_x8", "full", "zero3"), sequence_parallel=4)
+    job = spec_job(preset_spec(preset, CONFIG))
+    assert (job.shared, job.fields["gradient_accumulation_steps"]) == (4, preset.gradient_accumulation_steps)
 
 
 def test_the_command_line_shares_samples(command, tmp_path):

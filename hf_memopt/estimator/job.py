@@ -65,7 +65,6 @@ _TYPES = {
     "video": VideoInputs | None,
     "frozen": list[str] | None,
 }
-_EVAL_BATCH = 8  # TrainingArguments' default
 _MOST_LAYERS = 16  # of a shallow model; more would take longer than they make the estimate better
 
 
@@ -123,10 +122,9 @@ class Job(ModelSettings):
         return batch_shapes(self.task, self.config, micro, self.seq_len, self.padded, self.packed)
 
     @property
-    def _whole_batch(self) -> dict:
-        """An evaluation's batch, which Ulysses leaves whole, with the positions that it needs in training."""
-        size = self.fields.get("per_device_eval_batch_size", _EVAL_BATCH)
-        return batch_shapes(self.task, self.config, size, self.seq_len, self.padded, packed=True)
+    def _whole_sample(self) -> dict:
+        """A sample in evaluation, which Ulysses leaves whole, with the positions that it needs in training."""
+        return batch_shapes(self.task, self.config, 1, self.seq_len, self.padded, packed=True)
 
     @property
     def positions(self) -> int | None:
@@ -302,7 +300,7 @@ class Job(ModelSettings):
             values=value_tensors(self._known_batch),
             padded=self.padded or self.packed,
             evaluated=evaluates(self.fields),
-            eval_batch=self._whole_batch if self.shared > 1 else None,
+            eval_batch=self._whole_sample if self.shared > 1 else None,
             **self._trace_settings(),
         )
 

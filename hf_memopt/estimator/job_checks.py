@@ -5,10 +5,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.tracing.model import has_table
 from hf_memopt.estimator.tracing.optimizers import check_traceable
 from hf_memopt.hardware.attention import flash_attention
-from hf_memopt.levers.refusals import check_levers
-
-# Fields of MemoryArguments that trainer.data_loading refuses beside shared samples.
-_WHOLE_SAMPLES = {"loss_chunk_size", "logits_to_keep", "max_tokens_per_batch", "sparse_block_size", "sliding_window"}
+from hf_memopt.levers.refusals import WHOLE_SAMPLES, check_levers
 
 
 def longest_sample(config, seq_len: int) -> int:
@@ -92,8 +89,8 @@ def check_shared(job) -> None:
         raise InputError(f"{what} does not divide the {job.world_size} processes")
     if job.task != "causal-lm" or job.video is not None or job.padded or job.packed:
         raise InputError(f"{what} is predicted for whole rows of text alone, without padding: leave it out")
-    heads, keys = attention_heads(job.config)
-    if heads % job.shared or (keys % job.shared and job.shared % keys):
+    if not divides_heads(job.config, job.shared):
+        heads, keys = attention_heads(job.config)
         raise InputError(f"{what} does not divide the model's {heads} attention heads and {keys} of keys")
     layers = set(getattr(job.config.get_text_config(), "layer_types", None) or ())
     if any("linear" in kind for kind in layers):
@@ -104,8 +101,15 @@ def check_shared(job) -> None:
             "set attn_implementation=flash_attention_2, which needs none"
         )
     levers = job.memory_args.levers() if job.memory_args is not None else {}
-    if apart := _WHOLE_SAMPLES & levers.keys():
+    if apart := {*WHOLE_SAMPLES, "sliding_window"} & levers.keys():
         raise InputError(f"{min(apart)} needs whole samples, which {what} divides: leave it out")
+
+
+def divides_heads(config, devices: int) -> bool:
+    """True if so many devices can share a model's attention heads (deepspeed 0.19, UlyssesSPAttentionHF); where there
+    are fewer heads of keys, several devices have the same one."""
+    heads, keys = attention_heads(config)
+    return heads % devices == 0 and 0 in (keys % devices, devices % keys)
 
 
 def attention_heads(config) -> tuple[int, int]:

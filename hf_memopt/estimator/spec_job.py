@@ -76,7 +76,8 @@ def spec_job(spec: JobSpec) -> Job:
     if spec.dtype is not None:
         preset = replace(preset, dtype=spec.dtype)
     preset = replace(preset, seq_len=spec.seq_len or longest_sample(config, preset.seq_len))
-    preset = replace(preset, sequence_parallel=spec.sequence_parallel)
+    if spec.sequence_parallel > 1:
+        preset = replace(preset, sequence_parallel=spec.sequence_parallel)
     world_size = preset.processes if spec.world_size is None else spec.world_size
     # More devices than the preset is for may need a larger batch than its own.
     batches = preset.batches(world_size)

@@ -10,6 +10,9 @@ from hf_memopt.errors import InputError
 from hf_memopt.levers.arguments import FEATURES, MemoryArguments
 from hf_memopt.levers.feature import Around
 
+# Fields of MemoryArguments that need all tokens of a sample, which sequence parallelism divides.
+WHOLE_SAMPLES = ("loss_chunk_size", "logits_to_keep", "max_tokens_per_batch", "sparse_block_size")
+
 
 def check_levers(memory_args: MemoryArguments, fields: dict[str, Any], engine: Engine, device: str = "cuda") -> None:
     """Raise for the first incompatible pair of settings (Around).

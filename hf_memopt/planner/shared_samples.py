@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.architectures import hub_id
-from hf_memopt.estimator.job_checks import attention_heads
+from hf_memopt.estimator.job_checks import divides_heads
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.spec_job import spec_job
 from hf_memopt.estimator.tracing.parallel import on_all_cores
@@ -90,11 +90,7 @@ def _named_box(preset: Preset) -> str | None:
 
 
 def _most_devices(spec: JobSpec) -> int:
-    """The most devices that can share a sample: they share attention heads (deepspeed 0.19, UlyssesSPAttentionHF), and
-    stay within a machine."""
-    processes, (heads, keys) = spec.preset.processes // spec.preset.machines, attention_heads(spec.config)
-    return next(
-        count
-        for count in range(processes, 0, -1)
-        if processes % count == heads % count == 0 and 0 in (keys % count, count % keys)
-    )
+    """The most devices that can share a sample: they share attention heads, and stay within a machine."""
+    processes = spec.preset.processes // spec.preset.machines
+    counts = range(processes, 0, -1)
+    return next(count for count in counts if processes % count == 0 and divides_heads(spec.config, count))

@@ -10,6 +10,7 @@ from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.data.packed_batches import PackedBatches
 from hf_memopt.data.positions import with_positions
 from hf_memopt.errors import InputError
+from hf_memopt.levers.refusals import WHOLE_SAMPLES
 from hf_memopt.levers.sliding_window import has_window
 from hf_memopt.levers.token_budget import TokenBudgetBatches
 
@@ -20,7 +21,7 @@ def sequence_parallel_collator(trainer):
     Raises:
         InputError: a memory argument needs whole sequences.
     """
-    names = ["loss_chunk_size", "logits_to_keep", "max_tokens_per_batch", "sparse_block_size"]
+    names = [*WHOLE_SAMPLES]
     if trainer.memory_args.sliding_window and not has_window(type(trainer.model.config.get_text_config())):
         names.append("sliding_window")
     if trainer.packing:

@@ -66,7 +66,7 @@ class TracedJob:
         trainer: makes the copy of the user's own that is traced; None for transformers' Trainer.
         inputs: the user's own micro-batch, in place of `batch`.
         eval_inputs: the user's own evaluation batch.
-        eval_batch: of samples that are shared in training alone; None for `batch`.
+        eval_batch: as `batch`, of samples that are shared in training alone; None for `batch`.
         discrete_memory: the device has memory of its own, beside the host's.
         memory_args: MemoryArguments, whose levers make_model() has applied to the model.
         values: the values of those tensors of the batch whose values the model asks for.
@@ -383,7 +383,8 @@ def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
     if job.inputs is not None:
         job = dataclasses.replace(job, inputs=job.eval_inputs)
     elif not job.values:  # with values, the batch cannot be resized: pixel tensors do not say what belongs to a sample
-        batch = job.eval_batch or {name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in job.batch.items()}
+        shapes = job.eval_batch or job.batch
+        batch = {name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in shapes.items()}
         job = dataclasses.replace(job, batch=batch)
     model = trainer.model if job.engine.plain else trainer.model_wrapped
     model.eval()
