@@ -280,13 +280,40 @@ _ENGINE = ("world_size", "training.deepspeed", "training.fsdp", "training.fsdp_c
         ("--mixed_precision fp8", "fp8"),
         ("--dynamo_backend inductor", "dynamo_backend"),
         ("--cpu", "cpu"),
-        ("--use_fsdp --parallelism_config_cp_size 2", "parallelism_config_cp_size"),
+        ("--multi_gpu --parallelism_config_cp_size 2", "parallelism_config_cp_size"),
+        ("--use_fsdp --parallelism_config_tp_size 2", "parallelism_config_tp_size"),
         ("--from_the_future 1", "from_the_future"),
     ],
 )
 def test_options_of_the_launcher_that_are_not_modelled_are_refused(options, named):
     with pytest.raises(InputError, match=named):
         read_source(f"accelerate launch {options} sft.py --model_name_or_path Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "job", "told"),
+    [
+        (
+            "",
+            "--gradient_checkpointing False",
+            "checkpointing, sdpa, fused loss, fsdp2, samples shared by 2, 1 × 8 × 2",
+        ),
+        ("", "", "Trainer raises an error"),
+        ("_offload", "--gradient_checkpointing False", "samples shared by 2, 1 × 8 × 2"),
+    ],
+)
+def test_context_parallelism_of_trls_command(fsdp, job, told, command):
+    """FSDP's own checkpointing goes with the Trainer's off alone, which TRL's is not by default."""
+    text = (
+        "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4 --parallelism_config_cp_size 2 "
+        f"--parallelism_config_dp_shard_size 2 --fsdp_activation_checkpointing true "
+        f"{f'--fsdp_activation_checkpointing{fsdp} true' if fsdp else ''} sft.py --model_name_or_path "
+        f"{builtin_model()} --max_length 64 --per_device_train_batch_size 1 --gradient_accumulation_steps 8 {job}"
+    )
+    code, output, errors = command("estimate", text, "--hardware", "h100_80gbx4", "--json")
+    assert told in (json.loads(output)["estimated"] if code == 0 else errors)
+    code, _, errors = command("plan", text, "--hardware", "h100_80gbx4")
+    assert code == 2 and "sequence_parallel=2: plan searches jobs with whole samples" in errors
 
 
 def test_a_long_command_is_no_files_name(command):

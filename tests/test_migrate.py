@@ -1,9 +1,12 @@
 """hf-memopt migrate: what it writes is what a recipe's parser takes, and what it leaves out is said."""
 
+import shlex
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from test_foreign_keys import MODEL
 
 from hf_memopt.data.builtin_model import builtin_model
@@ -26,6 +29,12 @@ OF_RECIPE = {
 }
 
 
+def _launches(script: str) -> Namespace:
+    """What accelerate's own parser makes of a written command."""
+    words = shlex.split(script.rpartition("exec ")[2].replace('"$@"', ""))
+    return launch_command_parser().parse_args(words[2:])
+
+
 def _parsed(folder, recipe):
     own, config = OF_RECIPE[recipe]
     return parse(["--config", str(folder / "recipe.yaml")], own=own, config_class=trl_class(config))
@@ -42,6 +51,7 @@ def test_every_file_becomes_a_recipe_that_its_parser_takes(path, tmp_path):
         assert "\n" not in str(error)
         return
     (tmp_path / "recipe.yaml").write_text(files["recipe.yaml"])
+    _launches(files["launch.sh"])
     parsed = _parsed(tmp_path, recipe_of(spec).stem)
     assert parsed.recipe.model_name_or_path == spec.model and parsed.lora == spec.lora
     for name, value in translation.run.items():
@@ -86,6 +96,33 @@ def test_settings_of_a_run_are_written_or_named(tool, settings, written, unwritt
         found = arguments.get(name)
         assert (found["lora_alpha"] if name == "lora" else found) == value, name
     assert unwritten is None or sorted(translation.unwritten) == unwritten
+
+
+def _accelerate(options, folder):
+    """The files of a command of accelerate and TRL."""
+    job = "sft.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name mine --max_length 64"
+    translation = read_source(f"accelerate launch {options} {job}").translate()
+    return migrated_files(translation.spec(), translation, folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ("--fsdp_offload_params true", {"fsdp_offload_params": "true"}),
+        ("--fsdp_reshard_after_forward false", {"fsdp_reshard_after_forward": "false"}),
+        ("--fsdp_state_dict_type FULL_STATE_DICT", {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
+        ("--fsdp_activation_checkpointing true", {"fsdp_activation_checkpointing": "true"}),
+    ],
+)
+def test_the_engine_is_written_as_the_launcher_takes_it(options, written, tmp_path):
+    files = _accelerate(f"--use_fsdp --fsdp_version 2 --num_processes 2 {options}", tmp_path)
+    found = vars(_launches(files["launch.sh"]))
+    assert {name: found[name] for name in written} == written and found["fsdp_version"] == "2"
+
+
+def test_samples_that_devices_share_are_not_migrated(tmp_path):
+    with pytest.raises(InputError, match="sequence_parallel=2 is not written"):
+        _accelerate("--use_fsdp --fsdp_version 2 --num_processes 2 --parallelism_config_cp_size 2", tmp_path)
 
 
 def test_migrate_says_what_no_recipe_takes(command, tmp_path):

@@ -62,9 +62,10 @@ JOBS = {
     Part.SEVERAL_DEVICES: [DDP],
     Part.DDP: [DDP],
     Part.FSDP2: [FSDP2, {"world_size": 4, "strategy": "tp2_hsdp1"}],
+    Part.CONTEXT_PARALLEL: [{**FSDP2, "sharing": {"cp_size": 2}}],
     Part.DEEPSPEED: [
         *({"world_size": 2, "strategy": name} for name in ("zero2_offload_cpu", "zero3_offload_nvme")),
-        {"world_size": 2, "strategy": "zero2", "shared": 2},
+        {"world_size": 2, "strategy": "zero2", "sharing": {"sp_size": 2, "sp_backend": "deepspeed"}},
     ],
     Part.BITSANDBYTES: [{**FSDP2, **FOUR_BITS}, EIGHT_BITS, {"optim": "paged_ademamix_32bit"}],
     Part.FP8: [FP8],
@@ -136,8 +137,8 @@ def unchecked():
 def small(optim="adamw_torch_fused", config=None, liger=False, hardware="a100_80gb", more=None, **settings):
     fields = {"per_device_train_batch_size": 2, "bf16": True, "optim": optim, "optim_target_modules": ["mlp"]}
     fields |= {"use_liger_kernel": liger, **(more or {})}
-    if shared := settings.pop("shared", None):
-        fields["parallelism_config"] = ParallelismConfig(sp_size=shared, sp_backend="deepspeed")
+    if sharing := settings.pop("sharing", None):
+        fields["parallelism_config"] = ParallelismConfig(**sharing)
     return estimate(config or AutoConfig.for_model("llama", **SHAPE), fields, 64, hardware, **settings)
 
 

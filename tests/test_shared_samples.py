@@ -1,10 +1,14 @@
-"""Samples that several devices share (Ulysses): what estimates and plans say of them. test_engines.py runs them."""
+"""Samples that several devices share, by Ulysses and around a ring: what estimates and plans say of them.
+test_engines.py runs the former; the latter needs an accelerator, and its attention alone runs here."""
 
 import json
+import sys
+import textwrap
 from dataclasses import replace
 
 import pytest
 from accelerate import ParallelismConfig
+from conftest import ROOT, run
 from transformers import AutoConfig
 
 from hf_memopt import InputError, MemoryArguments
@@ -15,6 +19,9 @@ from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.shared_samples import shared_samples
 from hf_memopt.presets import preset_by_name
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from long_samples import ROWS, compared
 
 MODEL = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 28, "num_key_value_heads": 4}
 CONFIG = AutoConfig.for_model(**MODEL, hidden_size=3584, vocab_size=500, max_position_embeddings=131072)
@@ -57,12 +64,17 @@ def test_the_command_writes_a_job(tmp_path, monkeypatch):
     assert "parallelism_config_sp_size: 4" in (tmp_path / "my-run" / "accelerate.yaml").read_text()
 
 
-def shared(count: int = 4, config=CONFIG, strategy="zero3", fields=None, **settings):
-    """The estimate of a job whose samples devices share."""
-    given = {"parallelism_config": ParallelismConfig(sp_size=count, sp_backend="deepspeed"), **(fields or {})}
+def shared(count: int = 4, config=CONFIG, strategy="zero3", fields=None, seq_len=8192, ring=False, **settings):
+    """The estimate of a job whose samples devices share.
+
+    Args:
+        ring: by context parallelism in place of Ulysses.
+    """
+    sizes = {"cp_size": count} if ring else {"sp_size": count, "sp_backend": "deepspeed"}
+    given = {"parallelism_config": ParallelismConfig(**sizes), **(fields or {})}
     settings = {"dtype": "bfloat16", "world_size": 8, **settings}
     return estimate(
-        config, {"per_device_train_batch_size": 1, **given}, 8192, "a100_80gb", strategy=strategy, **settings
+        config, {"per_device_train_batch_size": 1, **given}, seq_len, "a100_80gb", strategy=strategy, **settings
     )
 
 
@@ -85,19 +97,93 @@ def test_evaluation_has_whole_samples():
     assert found.phases["backward"] < 0.8 * whole.phases["backward"]
 
 
+@pytest.mark.parametrize("task", [None, "sft"])
+def test_around_a_ring_each_device_has_its_part(task):
+    """As with Ulysses, for any number of heads; evaluation, too, has parts."""
+    config = AutoConfig.for_model(**{**MODEL, "num_attention_heads": 6, "num_key_value_heads": 2}, hidden_size=384)
+    fields = {"bf16": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1}
+    settings = {"strategy": "fsdp2", "ring": True, "fields": fields, "task": task, "seq_len": 32768}
+    eighth, half = (shared(count, config, **settings) for count in (8, 2))
+    for phase in ("backward", "eval") if task is None else ("backward",):
+        assert half.phases[phase] > 2.5 * eighth.phases[phase]
+    assert eighth.breakdown["optimizer_states"] == half.breakdown["optimizer_states"]
+    assert "samples shared by 8, 1 × 1 × 1" in eighth.estimated and "not compared" in " ".join(eighth.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']}, {row['offload']}")
+def test_a_million_tokens_on_eight_devices(row):
+    """A published peak of an unsaid kind: above the tensors, below all that the device needs."""
+    found = compared(row)
+    assert 0.9 * row["peak_gb"] < found["allocated_bytes"] / 1e9 < row["peak_gb"]
+    assert row["peak_gb"] < found["device_bytes"] / 1e9 < 1.15 * row["peak_gb"]
+    for seconds in row.get("step_seconds", []):
+        assert found["predicted_seconds"] == pytest.approx(seconds, rel=0.1)
+
+
+def test_attention_around_a_ring_is_that_of_whole_samples(tmp_path):
+    """Two real processes, each with a quarter of the tokens from the start and one from the end."""
+    script = tmp_path / "ring.py"
+    script.write_text(textwrap.dedent(ATTENTION))
+    ran = run("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    assert ran.returncode == 0, ran.stderr
+
+
+ATTENTION = """
+    import torch
+    from torch import distributed
+    from torch.nn.functional import scaled_dot_product_attention
+    from hf_memopt.estimator.patches.ring_attention import attention_around
+
+    distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 4, 32, 8, requires_grad=True) for _ in range(3)]
+    expected = scaled_dot_product_attention(*whole, is_causal=True)
+    expected.square().sum().backward()
+    quarters = [distributed.get_rank(), 3 - distributed.get_rank()]
+
+    def part(tensor):
+        return torch.cat([tensor.detach().chunk(4, 2)[quarter] for quarter in quarters], 2)
+
+    parts = [part(tensor).requires_grad_() for tensor in whole]
+    found = attention_around(distributed.group.WORLD)(*parts, is_causal=True)
+    found.square().sum().backward()
+    torch.testing.assert_close(found, part(expected))
+    for mine, theirs in zip(parts, whole):
+        torch.testing.assert_close(mine.grad, part(theirs.grad))
+    distributed.destroy_process_group()
+"""
+
+
 def _layers(*kinds):
     return AutoConfig.for_model(**{**MODEL, "model_type": "qwen3", "hidden_size": 3584, "layer_types": [*kinds]})
 
 
 REFUSED = [
-    ({"strategy": "fsdp2"}, "is DeepSpeed's, and the strategy is fsdp2: use zero1, zero2 or zero3"),
+    ({"strategy": "fsdp2"}, "sp_size=4 needs DeepSpeed, and the strategy is fsdp2: use zero1, zero2 or zero3"),
     ({"count": 3, "world_size": 9}, "does not divide the model's 28 attention heads"),
     ({"world_size": 6}, "does not divide the 6 processes"),
     ({"padded": True}, "without padding"),
     ({"memory_args": MemoryArguments(loss_chunk_size=64)}, "loss_chunk_size needs whole samples"),
-    ({"fields": {"parallelism_config": ParallelismConfig(cp_size=2)}}, "context parallelism is not predicted"),
+    ({"fields": {"parallelism_config": ParallelismConfig(cp_size=2)}}, "cp_size=2 needs FSDP2, .* zero3: use fsdp2"),
     ({"config": _layers("sliding_attention", "full_attention")}, "set attn_implementation=flash_attention_2"),
     ({"config": _layers("linear_attention", "full_attention")}, "linear attention passes a state"),
+]
+RING = {"ring": True, "strategy": "fsdp2", "count": 2, "world_size": 4}
+REFUSED += [
+    ({**RING, "strategy": "ddp"}, "under DeepSpeed and FSDP2, and the strategy is ddp: use zero1"),
+    ({**RING, "seq_len": 8190}, "divides samples of a multiple of 4 tokens: 8190 is none"),
+    ({**RING, "padded": True}, "without padding"),
+    ({**RING, "world_size": 5}, "does not divide the 5 processes"),
+    ({**RING, "attn_implementation": "flash_attention_2"}, "under FSDP2 needs attn_implementation=sdpa"),
+    (
+        {**RING, "config": _layers("sliding_attention", "full_attention")},
+        "causal attention alone, .* sliding_attention",
+    ),
+    ({**RING, "memory_args": MemoryArguments(loss_chunk_size=64)}, "loss_chunk_size needs whole samples"),
+    ({**RING, "fields": {"parallelism_config": ParallelismConfig(cp_size=2, tp_size=2)}}, "beside tp_size=2"),
+    ({**RING, "task": "dpo"}, "predicted with task=sft under fsdp2, and without a task"),
+    ({**RING, "task": "sft", "fields": {"packing": True}}, "packing=true needs whole samples"),
 ]
 
 
@@ -129,4 +215,4 @@ def test_the_command_line_shares_samples(command, tmp_path):
     code, output, _ = command(*words, "--sequence-parallel", "4", "--json")
     assert code == 0 and "samples shared by 4" in json.loads(output)["estimated"]
     code, _, message = command(*words, "--sequence-parallel", "4", "--task", "sft")
-    assert code == 2 and "sequence_parallel=4 is not predicted with task=sft" in message
+    assert code == 2 and "sequence_parallel=4 is predicted with task=sft under fsdp2" in message

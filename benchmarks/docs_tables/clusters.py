@@ -1,6 +1,6 @@
 """docs/clusters.md: engines measured, cluster presets and offloading predicted."""
 
-from docs_tables.markdown import GIB, gib, listed, measured, predicted, results, shown, table
+from docs_tables.markdown import GB, GIB, gib, listed, measured, predicted, results, shown, table
 
 
 def engines() -> str:
@@ -55,4 +55,21 @@ def offloading() -> str:
     return f"{table(heads, lines)}\n\n{predicted('offloading')}"
 
 
-TABLES = {"engines": engines, "predicted": clusters, "offloading": offloading}
+def long_samples() -> str:
+    """One sample of a million tokens that eight devices share, published and predicted."""
+
+    def seconds(row: dict) -> str:
+        published = row.get("step_seconds")
+        return published and f"{row['predicted_seconds']:.0f} ({'–'.join(map(str, published))} published)"
+
+    columns = {
+        "model": lambda row: row["model"] + (", layers' inputs in host memory" if row["offload"] else ""),
+        "GB published": lambda row: f"{row['peak_gb']} ({row['source']})",
+        "GB predicted: tensors": shown("allocated_bytes", scale=GB),
+        "GB predicted: device": shown("device_bytes", scale=GB),
+        "seconds a step": lambda row: seconds(row) or "",
+    }
+    return f"{listed(results('long_samples')['rows'], columns)}\n\n{predicted('long_samples')}"
+
+
+TABLES = {"engines": engines, "long samples": long_samples, "predicted": clusters, "offloading": offloading}

@@ -144,6 +144,8 @@ def _length(options: Mapping[str, Any]) -> int | None:
 def _over(spec: JobSpec, asked: JobSpec, options: Mapping[str, Any]) -> JobSpec:
     """A file's job under what the command line says."""
     changed = {name: value for name, value in options.items() if value is not None}
+    if changed.get("sequence_parallel") == 1:  # the option's default
+        del changed["sequence_parallel"]
     for name in ("training", "lora", "quantization", "sizes"):
         changed[name] = {**getattr(spec, name), **getattr(asked, name)}
     for name in ("dtype", "attn_implementation", "task", "kbit_preparation", "padded", "packed", "clips"):

@@ -86,7 +86,8 @@ SequenceParallel = Annotated[
     typer.Option(
         "--sequence-parallel",
         callback=at_least_one,
-        help="Number of devices that share each sample's tokens (Ulysses, needs ZeRO), for long samples.",
+        help="Number of devices that share each sample's tokens, for long samples: by Ulysses under ZeRO; estimates "
+        "under fsdp2 by context parallelism.",
     ),
 ]
 

@@ -10,6 +10,7 @@ from typing import Any
 from hf_memopt.engines import FSDP, DeepSpeed, Engine
 from hf_memopt.engines.deepspeed import BATCH_SIZES, deepspeed_config, missing_batch_size
 from hf_memopt.engines.engine import is_true
+from hf_memopt.engines.fsdp import CHECKPOINTING_OFFLOAD
 
 # Sizes of accelerate's ParallelismConfig; their product is the number of processes.
 PARALLEL = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -30,7 +31,7 @@ def launched_strategy() -> str | None:
 def launched_engine() -> Engine | None:
     """The engine that accelerate takes from the environment where nothing else names one; None without any."""
     if is_true(os.environ.get("ACCELERATE_USE_FSDP")):
-        names = ("activation_checkpointing", "reshard_after_forward", "offload_params")
+        names = ("activation_checkpointing", CHECKPOINTING_OFFLOAD, "reshard_after_forward", "offload_params")
         settings = {name: os.environ.get(f"FSDP_{name.upper()}") for name in names}
         version, offload = os.environ.get("FSDP_VERSION", "1"), settings["offload_params"]
         return FSDP.of_settings(settings | {"version": version, "cpu_offload": offload}, LAUNCHER)

@@ -9,7 +9,7 @@ from hf_memopt.compatibility.launch import chosen_by_launcher, launched_engine, 
 from hf_memopt.engines import DDP, FSDP, NO_ENGINE, DeepSpeed, Engine, MeshEngine
 from hf_memopt.engines.deepspeed import deepspeed_config
 from hf_memopt.engines.engine import is_true
-from hf_memopt.engines.fsdp import fsdp_settings
+from hf_memopt.engines.fsdp import CHECKPOINTING_OFFLOAD, fsdp_settings
 from hf_memopt.errors import InputError
 
 
@@ -58,6 +58,7 @@ def _from_plugins(get, state: Any) -> list[Engine]:
     offloads = getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy" or offload is True)
     settings = {"version": fsdp.fsdp_version, "activation_checkpointing": fsdp.activation_checkpointing}
     settings |= {"reshard_after_forward": fsdp.reshard_after_forward, "cpu_offload": offloads}
+    settings[CHECKPOINTING_OFFLOAD] = getattr(fsdp, CHECKPOINTING_OFFLOAD, False)  # of accelerate 1.15
     return [FSDP.of_settings(settings, source)]
 
 
@@ -69,7 +70,8 @@ def _from_arguments(get) -> list[Engine]:
         engines.append(DeepSpeed.of_config(deepspeed_config(deepspeed), source))
     if fsdp := get("fsdp"):
         # accelerate takes what is left out from the environment.
-        launched = {"activation_checkpointing": os.environ.get("FSDP_ACTIVATION_CHECKPOINTING")}
+        names = ("activation_checkpointing", CHECKPOINTING_OFFLOAD)
+        launched = {name: os.environ.get(f"FSDP_{name.upper()}") for name in names}
         engines.append(FSDP.of_settings(launched | fsdp_settings(fsdp, get("fsdp_config")), f"fsdp={fsdp}"))
     return engines
 

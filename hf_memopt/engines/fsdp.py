@@ -7,10 +7,17 @@ from typing import Any, ClassVar
 from hf_memopt.engines.engine import Engine, Exchange, is_true, read_settings
 from hf_memopt.errors import InputError, brief, choose
 
+CHECKPOINTING_OFFLOAD = "activation_checkpointing_offload"
 # Keys of fsdp_config: those that a trace follows or check() refuses, and those of loading and communication.
 _KEYS = {
-    *("version", "activation_checkpointing", "reshard_after_forward", "cpu_offload", "xla", "auto_wrap_policy"),
-    *("min_num_params", "transformer_layer_cls_to_wrap", "mixed_precision", "mixed_precision_policy"),
+    *("version", "activation_checkpointing", CHECKPOINTING_OFFLOAD, "reshard_after_forward", "cpu_offload", "xla"),
+    *(
+        "auto_wrap_policy",
+        "min_num_params",
+        "transformer_layer_cls_to_wrap",
+        "mixed_precision",
+        "mixed_precision_policy",
+    ),
     *("cpu_ram_efficient_loading", "state_dict_type", "sync_module_states", "use_orig_params", "limit_all_gathers"),
     *("forward_prefetch", "backward_prefetch", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
 }
@@ -21,6 +28,7 @@ class FSDP(Engine):
     strategy: str = "fsdp2"
     fsdp_version: int = 2
     checkpointing: bool = False
+    offloads_inputs: bool = False  # checkpointed layers' wait in host memory
     reshards: bool = True
     offload_params: bool = False  # weights, gradients and states are in host memory (fsdp_offload_params)
 
@@ -47,6 +55,7 @@ class FSDP(Engine):
             source,
             fsdp_version=int(version),
             checkpointing=is_true(settings.get("activation_checkpointing")),
+            offloads_inputs=is_true(settings.get(CHECKPOINTING_OFFLOAD)),
             reshards=reshards is None or not _keeps_gathered(reshards),
             offload_params=offloads,
         )
@@ -74,6 +83,10 @@ class FSDP(Engine):
             raise choose("key of fsdp_config", str(key), _KEYS)
         if is_true(settings.get("xla")):
             raise InputError("fsdp_config.xla=true is not modelled: use FSDP of torch, or leave it out")
+        if self.offloads_inputs and not (self.checkpointing and self.fsdp_version == 2):
+            raise InputError(
+                f"fsdp_config.{CHECKPOINTING_OFFLOAD}=true needs activation_checkpointing=true and version=2"
+            )
         if self.offload_params and self.fsdp_version == 1:
             raise InputError("fsdp_config.cpu_offload=true with version=1 is not modelled: use version=2")
         if (policy := settings.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")) != "TRANSFORMER_BASED_WRAP":
@@ -86,7 +99,7 @@ class FSDP(Engine):
 
     def traceable(self, fields):
         """accelerate's own activation checkpointing becomes transformers'."""
-        kwargs = {"use_reentrant": False}
+        kwargs = {"use_reentrant": False} | ({"offload": True} if self.offloads_inputs else {})
         checkpointing = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
         return fields | checkpointing if self.checkpointing else fields
 

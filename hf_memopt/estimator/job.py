@@ -83,7 +83,7 @@ class Job(ModelSettings):
         world_size: processes, one device each.
         mesh: how the processes share the model; None where transformers does not shard it.
         rank: the process that is estimated.
-        shared: processes that share the tokens of each sample (DeepSpeed's Ulysses).
+        shared: processes that share the tokens of each sample: by DeepSpeed's Ulysses, under FSDP2 by a ring.
         dequantized: the method of a quantized checkpoint whose weights are dequantized while they are loaded.
         real_batch: the tensors of a micro-batch that ran, in place of one of `seq_len` tokens a sample; pixels are on
             the meta device.
@@ -114,12 +114,17 @@ class Job(ModelSettings):
         budget = getattr(self.memory_args, "max_tokens_per_batch", None)
         if budget is not None:
             micro = samples_within(budget, self.seq_len)
-        if self.shared > 1:  # as deepspeed 0.19's UlyssesSPDataLoaderAdapter leaves it
+        if self.shares_heads:  # as deepspeed 0.19's UlyssesSPDataLoaderAdapter leaves it
             import torch
 
             part = (micro, -(-self.seq_len // self.shared))
             return dict.fromkeys(("input_ids", "position_ids", "shift_labels"), (part, torch.int64))
         return batch_shapes(self.task, self.config, micro, self.seq_len, self.padded, self.packed)
+
+    @property
+    def shares_heads(self) -> bool:
+        """True if processes exchange tokens for attention heads (Ulysses), and get batches in parts."""
+        return self.shared > 1 and self.engine.deepspeed is not None
 
     @property
     def _whole_sample(self) -> dict:
@@ -138,9 +143,10 @@ class Job(ModelSettings):
 
     @property
     def micro_batch_tokens(self) -> int | None:
-        """Tokens of one micro-batch, padding included; None where samples are not made of tokens."""
+        """Tokens of one micro-batch that a process computes, padding included; None where samples are not made of
+        tokens."""
         shape, _ = self.batch.get("input_ids", (None, None))
-        return shape and math.prod(shape)
+        return shape and math.prod(shape) // (1 if self.shares_heads else self.shared)
 
     @property
     def attention(self) -> tuple[str, ...]:
@@ -300,7 +306,7 @@ class Job(ModelSettings):
             values=value_tensors(self._known_batch),
             padded=self.padded or self.packed,
             evaluated=evaluates(self.fields),
-            eval_batch=self._whole_sample if self.shared > 1 else None,
+            eval_batch=self._whole_sample if self.shares_heads else None,
             **self._trace_settings(),
         )
 
@@ -357,13 +363,11 @@ def describe(
     settings["frozen"] = tuple(settings.get("frozen") or ())
     settings["dtype"] = resolve_dtype(config, settings.get("dtype", "auto"))
     fields = read_fields(args, config_class)
-    shared = sharing_processes(fields, launched=not isinstance(args, dict))
-    if shared > 1:  # the batch is traced divided
-        fields.pop("parallelism_config", None)
-        settings["shared"] = shared
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     check_fsdp(fields, strategy, world_size)
     fields, engine = settle_engine(fields, strategy, world_size)
+    if (shared := sharing_processes(fields, engine, launched=not isinstance(args, dict))) > 1:
+        settings["shared"] = shared
     engine.check(fields, world_size)
     config = _resolve_model(config, settings, fields, engine, device)
     task = find_task(task, config) if task else infer_task(config)

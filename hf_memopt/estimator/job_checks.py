@@ -4,6 +4,7 @@ from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, re
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.tracing.model import has_table
 from hf_memopt.estimator.tracing.optimizers import check_traceable
+from hf_memopt.estimator.tracing.tasks import TASKS
 from hf_memopt.hardware.attention import flash_attention
 from hf_memopt.levers.refusals import WHOLE_SAMPLES, check_levers
 
@@ -83,26 +84,59 @@ def check_shared(job) -> None:
     if job.shared == 1:
         return
     what = f"sequence_parallel={job.shared}"
-    if job.engine.deepspeed is None:
-        raise InputError(f"{what} is DeepSpeed's, and the strategy is {job.engine.label}: use zero1, zero2 or zero3")
     if job.world_size % job.shared:
         raise InputError(f"{what} does not divide the {job.world_size} processes")
-    if job.task != "causal-lm" or job.video is not None or job.padded or job.packed:
+    own = job.task not in TASKS  # a Trainer's, whose batches show what they hold
+    if (job.task != "causal-lm" and not own) or job.video is not None or job.padded or job.packed:
         raise InputError(f"{what} is predicted for whole rows of text alone, without padding: leave it out")
-    if not divides_heads(job.config, job.shared):
-        heads, keys = attention_heads(job.config)
-        raise InputError(f"{what} does not divide the model's {heads} attention heads and {keys} of keys")
-    layers = set(getattr(job.config.get_text_config(), "layer_types", None) or ())
-    if any("linear" in kind for kind in layers):
-        raise InputError(f"{what}: linear attention passes a state along the sample, which cannot be divided")
-    if layers - {"full_attention"} and not flash_attention(next(iter(job.attention), None)):
-        raise InputError(
-            f"{what}: Ulysses (deepspeed 0.19) drops the masks of {', '.join(sorted(layers - {'full_attention'}))}: "
-            "set attn_implementation=flash_attention_2, which needs none"
-        )
+    if job.shares_heads:
+        _check_shared_heads(job, what)
+    else:
+        _check_ring(job, what)
     levers = job.memory_args.levers() if job.memory_args is not None else {}
     if apart := {*WHOLE_SAMPLES, "sliding_window"} & levers.keys():
         raise InputError(f"{min(apart)} needs whole samples, which {what} divides: leave it out")
+
+
+def _check_shared_heads(job, what: str) -> None:
+    """Refuse what DeepSpeed's Ulysses cannot divide."""
+    if not divides_heads(job.config, job.shared):
+        heads, keys = attention_heads(job.config)
+        raise InputError(f"{what} does not divide the model's {heads} attention heads and {keys} of keys")
+    masked = layers_with_masks(job.config)
+    if any("linear" in kind for kind in masked):
+        raise InputError(f"{what}: linear attention passes a state along the sample, which cannot be divided")
+    if masked and not flash_attention(next(iter(job.attention), None)):
+        raise InputError(
+            f"{what}: Ulysses (deepspeed 0.19) drops the masks of {', '.join(sorted(masked))}: "
+            "set attn_implementation=flash_attention_2, which needs none"
+        )
+
+
+def _check_ring(job, what: str) -> None:
+    """Refuse what accelerate's context parallelism cannot divide (accelerate 1.15, torch 2.13)."""
+    if job.engine.fsdp_version != 2:
+        raise InputError(
+            f"{what} divides samples under DeepSpeed and FSDP2, and the strategy is {job.engine.label}: use zero1, "
+            "zero2, zero3 or fsdp2"
+        )
+    if masked := layers_with_masks(job.config):
+        raise InputError(f"{what} under FSDP2 has causal attention alone, and the model {', '.join(sorted(masked))}")
+    if set(job.attention) - {"sdpa"}:
+        raise InputError(f"{what} under FSDP2 needs attn_implementation=sdpa, and it is {', '.join(job.attention)}")
+    if job.seq_len % (2 * job.shared):
+        raise InputError(
+            f"{what} under FSDP2 divides samples of a multiple of {2 * job.shared} tokens: {job.seq_len} is none"
+        )
+
+
+def layers_with_masks(config) -> set[str]:
+    """The kinds of a model's layers whose attention is not causal over all tokens."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:  # as of Mistral, whose window is that of every layer
+        kinds = ["sliding_attention"] if getattr(text, "sliding_window", None) else []
+    return set(kinds) - {"full_attention"}
 
 
 def divides_heads(config, devices: int) -> bool:

@@ -98,7 +98,7 @@ def spec_job(spec: JobSpec) -> Job:
         # The preset's FSDP2 checkpoints activations, unless the user says otherwise.
         checkpoints = fields.get("activation_checkpointing", FSDP2["fsdp_activation_checkpointing"])
         changed = fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config"))
-        if not checkpoints and is_true(changed.get("activation_checkpointing")):
+        if not checkpoints and is_true(changed.get("activation_checkpointing")) and spec.tool is None:
             raise InputError(
                 "activation_checkpointing=false and fsdp_config.activation_checkpointing=true: leave one of the two "
                 "out"

@@ -186,16 +186,23 @@ class StepTime:
 
 
 def _sent_for_sharing(job: Job) -> dict[str, int]:
-    """StepTime's `sent` and `messages` of a job: in every layer's forward pass queries, keys, values and outputs are
-    exchanged one after the other, and in backward their gradients (deepspeed 0.19, UlyssesSPAttentionHF)."""
+    """StepTime's `sent` and `messages` of a job.
+
+    In every layer's forward pass queries, keys, values and outputs are exchanged one after the other, and in backward
+    their gradients (deepspeed 0.19, UlyssesSPAttentionHF). Around a ring each process gathers the others' keys and
+    values, again in backward, where their gradients in fp32 go around (torch 2.13, _templated_ring_attention).
+    """
     if job.shared == 1:
         return {}
     text, (heads, keys) = job.config.get_text_config(), attention_heads(job.config)
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    checkpointed = job.fields.get("activation_checkpointing") or job.engine.checkpointing
-    passes = count_layers(job.config) * (3 if checkpointed else 2)
-    sent = 2 * job.micro_batch_tokens * width * (2 * heads + 2 * max(keys, job.shared))
-    return {"sent": passes * sent, "messages": 4 * passes}
+    width = (getattr(text, "head_dim", None) or text.hidden_size // heads) * job.micro_batch_tokens
+    checkpointed = bool(job.fields.get("activation_checkpointing") or job.engine.checkpointing)
+    layers = count_layers(job.config)
+    if job.shares_heads:
+        passes = layers * (2 + checkpointed)
+        return {"sent": passes * 2 * width * (2 * heads + 2 * max(keys, job.shared)), "messages": 4 * passes}
+    sent = ((2 + checkpointed) * 2 + 4) * 2 * keys * width * job.shared
+    return {"sent": layers * sent, "messages": layers * (2 + checkpointed + job.shared)}
 
 
 def host_link(device: Hardware) -> float:

@@ -12,6 +12,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.engine_tensors import tensors_in
 from hf_memopt.estimator.fake_pretrained import RESIZED
 from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.job_checks import check_shared
 from hf_memopt.estimator.largest_batch import is_padded, largest_batch, largest_eval_batch
 from hf_memopt.estimator.patches.liger import check_liger
 from hf_memopt.estimator.tracing.adapters import adapts_layers_alike
@@ -62,7 +63,8 @@ class TrainerJob(Job):
     def micro_batch_tokens(self) -> int | None:
         inputs = self.inputs if isinstance(self.inputs, Mapping) else {}
         ids = [value for name, value in inputs.items() if str(name).endswith("input_ids")]
-        return sum(tensor.numel() for tensor in ids if isinstance(tensor, torch.Tensor)) or None
+        tokens = sum(tensor.numel() for tensor in ids if isinstance(tensor, torch.Tensor))
+        return tokens // self.shared or None
 
     @property
     def attention(self) -> tuple[str, ...]:
@@ -154,12 +156,13 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         check_attention(name, device)
     world_size = world_size or trainer.args.world_size
     fields = read_trainer_fields(trainer)
-    if (shared := sharing_processes(fields, launched=True)) > 1:
+    fields, engine = settle_engine(fields, strategy, world_size)
+    shared = sharing_processes(fields, engine, launched=True)
+    if shared > 1 and engine.deepspeed is not None:
         raise InputError(
             f"parallelism_config.sp_size={shared}: a Trainer's own batches are not predicted in parts: estimate() and "
             "`hf-memopt estimate --sequence-parallel` predict samples of one length"
         )
-    fields, engine = settle_engine(fields, strategy, world_size)
     check_liger(fields, device)
     engine.check(fields, world_size)
     check_held(trainer, engine)
@@ -168,7 +171,8 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
     tensors = list(tensors_in(inputs))
     names = [str(name) for name in inputs] if isinstance(inputs, Mapping) else []
     sees = "input_ids" in names and any(name.startswith("pixel_values") for name in names)
-    return TrainerJob(
+    job = TrainerJob(
+        shared=shared,
         config=_layered_config(model, layer_lists),
         task="the trainer's own",
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
@@ -188,6 +192,8 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         eval_inputs=largest_eval_batch(trainer) if evaluates(fields) else None,
         layer_lists=layer_lists,
     )
+    check_shared(job)
+    return job
 
 
 def _check_trainer(trainer) -> None:

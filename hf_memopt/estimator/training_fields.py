@@ -9,7 +9,7 @@ from hf_memopt.compatibility.resolve import resolve_engine
 from hf_memopt.engines import DDP, FSDP, NO_ENGINE, DeepSpeed, Engine, engine_named
 from hf_memopt.engines.deepspeed import deepspeed_config
 from hf_memopt.engines.engine import read_settings
-from hf_memopt.engines.fsdp import fsdp_settings
+from hf_memopt.engines.fsdp import CHECKPOINTING_OFFLOAD, fsdp_settings
 from hf_memopt.errors import InputError, brief, choose
 from hf_memopt.field_values import check_value, fit
 from hf_memopt.levers.selective_checkpointing import period_of
@@ -80,6 +80,7 @@ def _engine_fields(engine: Engine, fields: dict[str, Any]) -> dict[str, Any]:
         return {}
     settings = {"activation_checkpointing": engine.checkpointing, "version": engine.fsdp_version}
     settings |= {"reshard_after_forward": engine.reshards, "cpu_offload": engine.offload_params}
+    settings[CHECKPOINTING_OFFLOAD] = engine.offloads_inputs
     return {"fsdp": True, "fsdp_config": fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config")) | settings}
 
 
@@ -93,23 +94,36 @@ def _check_checkpointing(kwargs: Any) -> None:
             )
 
 
-def sharing_processes(fields: dict[str, Any], launched: bool) -> int:
-    """The processes that share the tokens of a sample by DeepSpeed's Ulysses; 1 where each has whole samples.
+def sharing_processes(fields: dict[str, Any], engine: Engine, launched: bool) -> int:
+    """The processes that share the tokens of a sample; 1 where each has whole samples. Their setting is taken from the
+    fields: a trace divides by itself.
 
     Args:
         launched: the fields are this process's, whose launcher may have said so, too.
 
     Raises:
-        InputError: context parallelism.
+        InputError: a size that the engine does not have, or that is not predicted beside another.
     """
-    config = fields.get("parallelism_config")
+    config = fields.pop("parallelism_config", None)
     sizes = parallel_sizes(config) if config or launched else {}
-    if sizes.get("cp", 1) > 1:
-        raise InputError(
-            f"parallelism_config.cp_size={sizes['cp']}: context parallelism is not predicted: leave it out to predict "
-            "whole samples on every device, or set sp_size, which shares them by Ulysses"
-        )
-    return sizes.get("sp", 1)
+    name = "cp" if sizes.get("cp", 1) > 1 else "sp"
+    if (shared := sizes.get(name, 1)) == 1:
+        return 1
+    what = f"parallelism_config.{name}_size={shared}"
+    if (engine.deepspeed is None) == (name == "sp"):
+        needed = "DeepSpeed" if name == "sp" else "FSDP2"
+        raise InputError(f"{what} needs {needed}, and the strategy is {engine.label}: use {_SHARING[name]}")
+    for other in ("dp_replicate", "tp"):
+        if sizes[other] > 1:
+            raise InputError(f"{what} is not predicted beside {other}_size={sizes[other]}: leave one of the two out")
+    return shared
+
+
+# Sizes of accelerate's ParallelismConfig that divide samples -> where they do.
+_SHARING = {
+    "sp": "zero1, zero2 or zero3, or cp_size, which divides samples under FSDP2",
+    "cp": "fsdp2, or sp_size, which divides samples under DeepSpeed",
+}
 
 
 def _check_accelerator(config: Any) -> None:

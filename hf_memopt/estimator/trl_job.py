@@ -7,6 +7,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+from hf_memopt.engines.engine import is_true
+from hf_memopt.engines.fsdp import CHECKPOINTING_OFFLOAD, fsdp_settings
 from hf_memopt.errors import InputError, as_input_error, brief
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.fake_pretrained import fake_models
@@ -71,6 +73,8 @@ def describe_task(
     Raises:
         InputError: an unknown model, or a job that cannot run or is not modelled.
     """
+    if not tool:
+        _check_fsdp_config(args if isinstance(args, dict) else vars(args))
     row = TRL_TASKS.get(task)
     if row is None:
         return describe(model, args, seq_len, hardware, task=task, **settings)
@@ -100,7 +104,25 @@ def describe_task(
     job = describe(config, args, seq_len, hardware, task=row.model, config_class=row.config_class, **settings)
     if job.mesh is not None:
         raise InputError(f"task={task} is not modelled where transformers shards the model: use ddp, fsdp2 or zero3")
+    if job.shares_heads or (job.shared > 1 and task != "sft"):
+        raise InputError(
+            f"sequence_parallel={job.shared} is predicted with task=sft under fsdp2, and without a task: leave it out"
+        )
+    if job.shared > 1 and fields.get("packing"):  # SFTTrainer refuses it (trl 1.16)
+        raise InputError(
+            f"packing=true needs whole samples, which sequence_parallel={job.shared} divides: leave it out"
+        )
     return _around_trainer(row, job, tool)
+
+
+def _check_fsdp_config(fields: dict[str, Any]) -> None:
+    """Refuse a key that accelerate launch alone takes: transformers 5.24 does not pass it on."""
+    settings = fsdp_settings(None, fields.get("fsdp_config"))
+    if is_true(settings.get(CHECKPOINTING_OFFLOAD)):
+        raise InputError(
+            f"fsdp_config.{CHECKPOINTING_OFFLOAD}=true is accelerate's alone (fsdp_{CHECKPOINTING_OFFLOAD} of its "
+            "YAML): set activation_checkpointing_kwargs.offload=true and activation_checkpointing=true"
+        )
 
 
 def _check(task: str, seq_len: int, settings: dict[str, Any]) -> None:
@@ -109,8 +131,6 @@ def _check(task: str, seq_len: int, settings: dict[str, Any]) -> None:
         check_with_trl(settings["memory_args"], f"task={task}")
     if settings.get("video") is not None:
         raise InputError(f"task={task} is estimated for texts: leave the settings of videos out")
-    if settings.get("shared", 1) > 1:
-        raise InputError(f"sequence_parallel={settings['shared']} is not predicted with task={task}: leave one out")
     if settings.get("packed"):
         raise InputError(f"packed=true goes without task={task}: set packing=true with task=sft")
     if isinstance(seq_len, int) and seq_len < 8:
@@ -144,7 +164,7 @@ def _around_trainer(row: TrlTask, job: Job, tool: str) -> TrlJob:
         fields = {name: value for name, value in job.fields.items() if name != "generation_batch_size"}
         job = dataclasses.replace(job, fields=fields | {"steps_per_generation": steps})
     names = ("fields", "dtype", "engine", "world_size", "rank", "memory_args", "quantization_config", "dequantized")
-    names = (*names, "expandable")
+    names = (*names, "expandable", "shared")
     return TrlJob(**own | {name: getattr(job, name) for name in names})
 
 

@@ -21,6 +21,8 @@ _NEUTRAL = re.compile(
 )
 _ENGINE = re.compile("num_processes|use_deepspeed|use_fsdp|zero_stage|deepspeed_config_file|offload_.*|fsdp_.*")
 _WHOLE = re.compile("parallelism_config_(?!dp_shard).*_size")  # of which 1 is none
+# Processes that share the tokens of a sample, and the option of what they need.
+_SHARING = {"parallelism_config_cp_size": "use_fsdp", "parallelism_config_sp_size": "use_deepspeed"}
 _REFUSED = re.compile("(?:use_)?cpu|tpu.*|dynamo_.*|fp8_.*|(?:use_)?megatron_lm.*|mpirun_.*|vm|aws_.*")
 FILES = ("config_file", "accelerate_config")  # options that name its file, TRL's own the second
 # What a trainer has, too, is the trainer's.
@@ -60,13 +62,16 @@ def engine_of_launch(path: Path | None, options: Mapping[str, Any]) -> dict[str,
     settings = {**(_of_file(path) if path else {}), **options}
     for key, value in settings.items():
         off = is_off(value) or value in ("no", "NO") or (_WHOLE.fullmatch(key) and value == 1)
-        if not off and not _NEUTRAL.fullmatch(key) and not _ENGINE.fullmatch(key):
+        shares = key in _SHARING and settings.get(_SHARING[key])
+        if not off and not shares and not _NEUTRAL.fullmatch(key) and not _ENGINE.fullmatch(key):
             raise InputError(f"{where}: {key}={brief(value)} is not modelled")
     if (precision := settings.get("mixed_precision")) == "fp8":
         raise InputError(f"{where}: mixed_precision=fp8 is not modelled")
     engine = {"mixed_precision": precision}
     if processes := settings.get("num_processes"):
         engine["world_size"] = processes
+    sizes = [size for key in _SHARING if not is_off(size := settings.get(key)) and size != 1]
+    engine |= {"sequence_parallel": sizes[0]} if sizes else {}
     if settings.get("use_deepspeed"):
         engine["training.deepspeed"] = _deepspeed(settings)
     elif settings.get("use_fsdp"):

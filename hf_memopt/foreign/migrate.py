@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, brief
 from hf_memopt.files import from_here, shipped
 from hf_memopt.foreign.translate import Translation
 from hf_memopt.job.spec import JobSpec
@@ -16,6 +16,7 @@ from hf_memopt.stack.vocabulary import written
 RECIPES = {None: "sft", "causal-lm": "sft", "sft": "sft", "dpo": "dpo", "grpo": "grpo"}
 # Engines are started by accelerate.
 _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
+_RENAMED = {"cpu_offload": "offload_params"}  # keys of fsdp_config -> the launcher's
 
 
 def recipe_of(spec: JobSpec) -> Path:
@@ -58,21 +59,38 @@ def accelerate_words(spec: JobSpec, deepspeed: Path | None = None) -> list[str]:
         deepspeed: the file of the job's DeepSpeed settings.
 
     Raises:
-        InputError: DeepSpeed's settings without a file for them.
+        InputError: DeepSpeed's settings without a file for them, or what is not written.
     """
+    if spec.sequence_parallel > 1:
+        raise InputError(
+            f"sequence_parallel={spec.sequence_parallel} is not written: `hf-memopt export --sequence-parallel` "
+            "writes a recipe's job, and `hf-memopt estimate` predicts this one"
+        )
     words = ["accelerate", "launch", "--num_processes", str(spec.world_size or 1), "--num_machines", "1"]
     if spec.training.get("deepspeed"):
         if deepspeed is None:
             raise InputError("DeepSpeed's settings are a file: name a folder for it, as in hf-memopt migrate FILE DIR")
         return [*words, "--use_deepspeed", "--deepspeed_config_file", shlex.quote(str(deepspeed))]
     if spec.training.get("fsdp"):
-        settings = {"fsdp_version": 2, **_prefixed(spec.training.get("fsdp_config") or {})}
+        settings = {"fsdp_version": 2, **_options(spec.training.get("fsdp_config") or {})}
         return [*words, "--use_fsdp", *as_words(settings)]
     return [*words, "--multi_gpu"] if (spec.world_size or 1) > 1 else words
 
 
-def _prefixed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in settings.items()}
+def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of fsdp_config as options of accelerate launch.
+
+    Raises:
+        InputError: a key that it has no option for.
+    """
+    from accelerate.commands.launch import launch_command_parser
+
+    known = vars(launch_command_parser().parse_args(["script"]))
+    options = {f"fsdp_{_RENAMED.get(key, key)}": (key, value) for key, value in settings.items()}
+    for name, (key, value) in options.items():
+        if name not in known:
+            raise InputError(f"fsdp_config.{key}={brief(value)} is no option of accelerate launch: leave it out")
+    return {name: value for name, (_, value) in options.items()}
 
 
 def as_words(arguments: Mapping[str, Any]) -> list[str]:

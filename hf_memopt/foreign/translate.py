@@ -21,6 +21,7 @@ _OWN = {
     "unbounded": str,  # the reason that there is none
     "prompt_len": int,  # of a sample whose completion is generated
     "world_size": int,
+    "sequence_parallel": int,
     "effective_batch_size": int,
     "packed": bool,
     "padded": bool,
@@ -121,8 +122,8 @@ class Translation:
             own["seq_len"] = prompt + training.get("max_completion_length", _COMPLETION)
         own["seq_len"] = seq_len or own.get("seq_len")
         _set_part_sizes(groups["memory"], own["seq_len"] or 0, batch, own.get("packed", False))
-        if (training.get("fsdp_config") or {}).get("activation_checkpointing"):
-            training.pop("activation_checkpointing", None)  # FSDP checkpoints layers itself
+        if (training.get("fsdp_config") or {}).get("activation_checkpointing") and self.table.name != "TRL":
+            training.pop("activation_checkpointing", None)  # FSDP checkpoints layers itself; TRL refuses both
         if training.get("deepspeed"):
             training = fit(_COMPARED, {name: self.run[name] for name in _COMPARED if name in self.run}) | training
         adapter = own.get("method", "full") != "full"

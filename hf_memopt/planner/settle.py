@@ -53,6 +53,11 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
     if task not in _PLANNED_TASKS:
         find_task(task, spec.config)
         raise InputError(f"task={task}: plan knows models of text and video; `hf-memopt estimate` takes this one")
+    if spec.sequence_parallel > 1:
+        raise InputError(
+            f"sequence_parallel={spec.sequence_parallel}: plan searches jobs with whole samples; `hf-memopt estimate` "
+            "predicts this one"
+        )
     preset = resolve_preset(spec.hardware, method, spec.strategy)
     if spec.tool:
         preset = spec.tool.settings(preset, spec)

@@ -83,6 +83,35 @@ FSDP2 = (
     ),
 )
 
+_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+CONTEXT_PARALLEL = (
+    Names(
+        owner="transformers:Trainer",
+        names={"_prepare_context_parallel_inputs": "self, model, inputs"},
+        why="asks accelerate to divide batches, which it does on accelerators only (1.15)",
+        until="accelerate starts FSDP2 on the CPU",
+    ),
+    Names(
+        owner=_RING,
+        names={
+            "_templated_ring_attention": "group, seq_dim, op, query, key, value, is_causal",
+            "_templated_ring_attention_backward": "group, seq_dim, op, grad_out, grad_out_name, query, key, value, "
+            "out, logsumexp, is_causal",
+        },
+        why="the ring itself, around any kernel",
+        until="torch has a ring for the CPU's kernel",
+        use=Use.CALLED,
+    ),
+    Names(
+        owner="accelerate.big_modeling",
+        names={"_attach_context_parallel_hooks": "model"},
+        why="takes the masks from a model's attention, as accelerate does where it divides batches",
+        until="accelerate starts FSDP2 on the CPU",
+        use=Use.CALLED,
+    ),
+)
+
 MESH = (
     Names(
         owner="transformers:PreTrainedModel",

@@ -18,6 +18,7 @@ class Part(Enum):
     SEVERAL_DEVICES = "several devices"
     DDP = "ddp"
     FSDP2 = "fsdp2"
+    CONTEXT_PARALLEL = "context parallelism"
     MESH = "sharding by transformers"
     DEEPSPEED = "deepspeed"
     BITSANDBYTES = "4-bit weights and 8-bit optimizers"
@@ -42,6 +43,7 @@ TABLE: dict[Part, tuple[Names, ...]] = {
     Part.SEVERAL_DEVICES: engine_names.SEVERAL_DEVICES,
     Part.DDP: engine_names.DDP,
     Part.FSDP2: engine_names.FSDP2,
+    Part.CONTEXT_PARALLEL: engine_names.CONTEXT_PARALLEL,
     Part.MESH: engine_names.MESH,
     Part.DEEPSPEED: engine_names.DEEPSPEED,
     Part.BITSANDBYTES: model_names.BITSANDBYTES,

@@ -25,6 +25,7 @@ from hf_memopt.estimator.patches.fake_cluster import fake_cluster, fully_shard_m
 from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
 from hf_memopt.estimator.patches.liger import counted_liger
 from hf_memopt.estimator.patches.replacement import check, replaced
+from hf_memopt.estimator.patches.ring_attention import ring_attention
 from hf_memopt.estimator.patches.table import Part
 from hf_memopt.estimator.patches.trl_trainers import counted_fused_head
 from hf_memopt.estimator.patches.ulysses import shared_samples
@@ -176,11 +177,12 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     trainer = make_trainer(job, model, args, ledger)
     _offload_to_host(job, model, ledger)
     trainer.add_callback(make_phase_callback(ledger, trainer))
-    with windows:
+    heads = job.shared if job.engine.deepspeed is not None else 1
+    with windows, ring_attention(model, job.shared // heads, job.world_size):
         with (
             _sharding(job, trainer, stacks, mesh, ledger),
             _inputs_on_host(job, ledger),
-            shared_samples(model, ledger.attention, job.shared, args.per_device_train_batch_size),
+            shared_samples(model, ledger.attention, heads, args.per_device_train_batch_size),
             _optimizer_errors(args),
             stand_ins(args.optim),
         ):
