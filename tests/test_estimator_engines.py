@@ -5,7 +5,7 @@ import sys
 from random import Random
 
 import pytest
-from conftest import ROOT, slow
+from conftest import ROOT, slow, sweep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
@@ -111,6 +111,47 @@ def test_any_shape_extends_to_its_own_depth(strategy, seed, monkeypatch):
 
     def found():
         return estimate(config, fields, seq_len, "a100_80gb", dtype=dtype, world_size=8, strategy=strategy)
+
+    extended = found().peak_allocated_bytes
+    monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
+    assert extended == pytest.approx(found().peak_allocated_bytes, rel=0.001)
+
+
+MIXED = [
+    ("deepseek_v3", 12, {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}),
+    ("qwen3_moe", 14, {"mlp_only_layers": [0, 1]}),
+    ("qwen3_moe", 14, {"mlp_only_layers": [13]}),
+    ("qwen3_moe", 14, {"decoder_sparse_step": 2}),
+    ("ernie4_5_moe", 14, {"moe_layer_start_index": 2, "moe_num_experts": 16, "moe_k": 2, "moe_layer_interval": 2}),
+    ("deepseek_v3", 20, {"first_k_dense_replace": 3, "n_group": 4, "topk_group": 2}),
+    ("glm4_moe", 14, {"first_k_dense_replace": 3, "n_group": 1, "topk_group": 1}),
+    ("llama4_text", 14, {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 256, "head_dim": 16}),
+]
+
+
+@pytest.mark.parametrize("strategy", ["none", "fsdp2"])
+@pytest.mark.parametrize(
+    ("kind", "layers", "more"), [*(slow(*row) for row in MIXED[:4]), *(sweep(*row) for row in MIXED[4:])]
+)
+def test_layers_of_several_kinds_extend(kind, layers, more, strategy, monkeypatch):
+    """Dense layers below and among those of experts, whose weights are many times theirs."""
+    experts = {"n_routed_experts": 16, "num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 2}
+    shape = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 256}
+    config = AutoConfig.for_model(
+        kind,
+        num_hidden_layers=layers,
+        moe_intermediate_size=512,
+        vocab_size=500,
+        pad_token_id=0,
+        **shape,
+        **experts,
+        **more,
+    )
+    processes = {"none": 1, "fsdp2": 8}[strategy]
+
+    def found():
+        fields = {"bf16": True, "per_device_train_batch_size": 1, "optim": "sgd"}
+        return estimate(config, fields, 128, "a100_80gb", world_size=processes, strategy=strategy)
 
     extended = found().peak_allocated_bytes
     monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)

@@ -12,6 +12,8 @@ _TRACED_WHOLE = 6  # layers; models up to this depth are not made shallower
 # Fields of transformers' configurations that make every n-th layer of another kind, and those that say how many come
 # before the first such.
 _EVERY = ("decoder_sparse_step", "moe_layer_frequency", "moe_layer_freq", "attn_layer_period", "expert_layer_period")
+_EVERY += ("moe_layer_interval", "interleave_moe_layer_step")
+_LISTED = ("mlp_only_layers", "moe_layers")  # which list the layers of a kind
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 
 
@@ -62,7 +64,9 @@ def _pattern(text, depth: int) -> tuple[int, int]:
     prefix = max((value for name in _FIRST if isinstance(value := getattr(text, name, 0), int)), default=0)
     periods = [value for name in _EVERY if isinstance(value := getattr(text, name, 1), int) and value > 0]
     period = lcm(1, *periods)
-    for kinds in _per_layer(text, depth).values():
+    listed = [value for name in _LISTED if isinstance(value := getattr(text, name, None), list)]
+    members = [[layer in each for layer in range(depth)] for each in listed]
+    for kinds in [*_per_layer(text, depth).values(), *members]:
         prefix, period = _extend_pattern(kinds, prefix, period)
     return min(prefix, depth), period
 
@@ -122,7 +126,8 @@ def extrapolate_peaks(
     """
     if len(depths) == 1:
         return highest((moment.segment, peak) for moment, peak in moments[0].items())
-    prefix = max(unlike - 1, _pattern(config.get_text_config(), count_layers(config))[0])
+    # Those above layers of another kind fetch less ahead, too.
+    prefix = max(unlike - 1, 0) + _pattern(config.get_text_config(), count_layers(config))[0]
     low, high = (
         highest(_placed(by_moment, depth, depths[0], prefix, by_layer))
         for by_moment, depth in zip(moments, depths, strict=True)
