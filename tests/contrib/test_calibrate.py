@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 
 from hf_memopt import estimate, get_preset
 from hf_memopt.contrib.calibration.measurements import constants_from, measurements, reserved_errors
+from hf_memopt.contrib.calibration.training import Setting, predict
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.work import Kernel
 from hf_memopt.files import write_json
@@ -341,6 +342,13 @@ def test_the_documentation_has_a_table_as_soon_as_there_are_results(tmp_path, mo
     assert measured_cards(tmp_path) == made, "a rehearsal in the documentation"
     write_json(tmp_path / "gpu" / "card" / "results.json", results | {"rehearsal": False})
     assert "| a card | 1 |  | 2.0% (−2.0% to −2.0%) |  | 2026-11-21, torch 2.13.0" in measured_cards(tmp_path)
+
+
+@pytest.mark.parametrize("fields", [{}, {"bf16": True, "gradient_accumulation_steps": 2}])
+def test_a_job_has_a_predicted_step(fields):
+    """Of 32-bit matmuls, too, of which estimates predict none: what was measured is compared with it."""
+    found = predict(Setting("full", "smollm2-135m", fields).rehearsed(), get_hardware("rtx_4090"))
+    assert found["step_seconds"] > 0 and found["fits"]
 
 
 @pytest.mark.slow

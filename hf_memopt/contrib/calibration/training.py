@@ -291,6 +291,7 @@ def predict(setting: Setting, device) -> dict[str, Any]:
     from hf_memopt import MemoryArguments
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.job import describe
+    from hf_memopt.hardware.measured import constant
     from hf_memopt.planner.cost import times
     from hf_memopt.planner.sketch import traced_jobs
 
@@ -308,13 +309,14 @@ def predict(setting: Setting, device) -> dict[str, Any]:
         quantization_config=quantization(setting.method),
         memory_args=memory_args,
     )
-    estimate = estimate_job(job)
-    micro, optimizer = times(traced_jobs([job])[0], device)
+    estimate, seconds = estimate_job(job), times(traced_jobs([job])[0], device)
+    short, long = sorted((seconds.micro, seconds.launches))
+    micro = long + constant("exposed_traffic", device).value * short  # as estimator.step_time has it
     return {
         "allocated_bytes": estimate.peak_allocated_bytes,
         "reserved_bytes": estimate.reserved_bytes,
         "device_bytes": estimate.device_bytes,
         "phase": estimate.phase,
         "fits": estimate.fits,
-        "step_seconds": setting.fields.get("gradient_accumulation_steps", 1) * micro + optimizer,
+        "step_seconds": setting.fields.get("gradient_accumulation_steps", 1) * micro + seconds.optimizer,
     }
