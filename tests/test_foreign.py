@@ -282,6 +282,8 @@ _ENGINE = ("world_size", "training.deepspeed", "training.fsdp", "training.fsdp_c
         ("--cpu", "cpu"),
         ("--multi_gpu --parallelism_config_cp_size 2", "parallelism_config_cp_size"),
         ("--use_fsdp --parallelism_config_tp_size 2", "parallelism_config_tp_size"),
+        ("--use_fsdp --parallelism_config_cp_size two", "parallelism_config_cp_size='two'"),
+        ("--use_fsdp --num_processes 8 --parallelism_config_cp_size 2", "is not num_processes=8"),
         ("--from_the_future 1", "from_the_future"),
     ],
 )

@@ -70,7 +70,8 @@ def shared(count: int = 4, config=CONFIG, strategy="zero3", fields=None, seq_len
     Args:
         ring: by context parallelism in place of Ulysses.
     """
-    sizes = {"cp_size": count} if ring else {"sp_size": count, "sp_backend": "deepspeed"}
+    shards = settings.get("world_size", 8) // count
+    sizes = {"cp_size": count, "dp_shard_size": shards} if ring else {"sp_size": count, "sp_backend": "deepspeed"}
     given = {"parallelism_config": ParallelismConfig(**sizes), **(fields or {})}
     settings = {"dtype": "bfloat16", "world_size": 8, **settings}
     return estimate(
@@ -174,14 +175,23 @@ REFUSED += [
     ({**RING, "strategy": "ddp"}, "under DeepSpeed and FSDP2, and the strategy is ddp: use zero1"),
     ({**RING, "seq_len": 8190}, "divides samples of a multiple of 4 tokens: 8190 is none"),
     ({**RING, "padded": True}, "without padding"),
-    ({**RING, "world_size": 5}, "does not divide the 5 processes"),
+    ({**RING, "world_size": 5}, "multiply to 4, and there are 5 processes"),
     ({**RING, "attn_implementation": "flash_attention_2"}, "under FSDP2 needs attn_implementation=sdpa"),
     (
         {**RING, "config": _layers("sliding_attention", "full_attention")},
         "causal attention alone, .* sliding_attention",
     ),
     ({**RING, "memory_args": MemoryArguments(loss_chunk_size=64)}, "loss_chunk_size needs whole samples"),
-    ({**RING, "fields": {"parallelism_config": ParallelismConfig(cp_size=2, tp_size=2)}}, "beside tp_size=2"),
+    ({**RING, "fields": {"parallelism_config": ParallelismConfig(cp_size=2, tp_size=2)}}, "as strategy=tp2"),
+    ({**RING, "fields": {"parallelism_config": ParallelismConfig(tp_size=4)}}, "as strategy=tp4"),
+    (
+        {**RING, "fields": {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}},
+        "as strategy=hsdpN",
+    ),
+    (
+        {**RING, "fields": {"parallelism_config": ParallelismConfig(cp_size=2)}},
+        "multiply to 2, and there are 4 processes: accelerate refuses it; set dp_shard_size=2",
+    ),
     ({**RING, "task": "dpo"}, "predicted with task=sft under fsdp2, and without a task"),
     ({**RING, "task": "sft", "fields": {"packing": True}}, "packing=true needs whole samples"),
 ]

@@ -366,7 +366,7 @@ def describe(
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     check_fsdp(fields, strategy, world_size)
     fields, engine = settle_engine(fields, strategy, world_size)
-    if (shared := sharing_processes(fields, engine, launched=not isinstance(args, dict))) > 1:
+    if (shared := sharing_processes(fields, engine, world_size, launched=not isinstance(args, dict))) > 1:
         settings["shared"] = shared
     engine.check(fields, world_size)
     config = _resolve_model(config, settings, fields, engine, device)

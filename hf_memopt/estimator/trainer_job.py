@@ -157,7 +157,7 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
     world_size = world_size or trainer.args.world_size
     fields = read_trainer_fields(trainer)
     fields, engine = settle_engine(fields, strategy, world_size)
-    shared = sharing_processes(fields, engine, launched=True)
+    shared = sharing_processes(fields, engine, world_size, launched=True)
     if shared > 1 and engine.deepspeed is not None:
         raise InputError(
             f"parallelism_config.sp_size={shared}: a Trainer's own batches are not predicted in parts: estimate() and "

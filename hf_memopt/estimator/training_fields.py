@@ -1,7 +1,7 @@
 """The TrainingArguments fields of a job, and the engine that they start."""
 
 import dataclasses
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
 from hf_memopt.compatibility.launch import parallel_sizes
@@ -94,7 +94,7 @@ def _check_checkpointing(kwargs: Any) -> None:
             )
 
 
-def sharing_processes(fields: dict[str, Any], engine: Engine, launched: bool) -> int:
+def sharing_processes(fields: dict[str, Any], engine: Engine, world_size: int, launched: bool) -> int:
     """The processes that share the tokens of a sample; 1 where each has whole samples. Their setting is taken from the
     fields: a trace divides by itself.
 
@@ -102,20 +102,26 @@ def sharing_processes(fields: dict[str, Any], engine: Engine, launched: bool) ->
         launched: the fields are this process's, whose launcher may have said so, too.
 
     Raises:
-        InputError: a size that the engine does not have, or that is not predicted beside another.
+        InputError: a size that the engine does not have, or that is not predicted.
     """
     config = fields.pop("parallelism_config", None)
     sizes = parallel_sizes(config) if config or launched else {}
-    name = "cp" if sizes.get("cp", 1) > 1 else "sp"
-    if (shared := sizes.get(name, 1)) == 1:
+    if not sizes or engine.by_transformers:
         return 1
-    what = f"parallelism_config.{name}_size={shared}"
-    if (engine.deepspeed is None) == (name == "sp"):
+    name = "cp" if sizes["cp"] > 1 else "sp"
+    shared, what = sizes[name], f"parallelism_config.{name}_size={sizes[name]}"
+    if shared > 1 and (engine.deepspeed is None) == (name == "sp"):
         needed = "DeepSpeed" if name == "sp" else "FSDP2"
         raise InputError(f"{what} needs {needed}, and the strategy is {engine.label}: use {_SHARING[name]}")
-    for other in ("dp_replicate", "tp"):
-        if sizes[other] > 1:
-            raise InputError(f"{what} is not predicted beside {other}_size={sizes[other]}: leave one of the two out")
+    if (size := sizes["tp"]) > 1:
+        raise InputError(f"parallelism_config.tp_size={size} is predicted as strategy=tp{size}: leave it out")
+    if (size := sizes["dp_replicate"]) > 1 and engine.fsdp_version:
+        raise InputError(f"parallelism_config.dp_replicate_size={size} is predicted as strategy=hsdpN: leave it out")
+    if sizes["sp"] == 1 and (product := prod(sizes.values())) not in (1, world_size):
+        raise InputError(
+            f"the sizes of parallelism_config multiply to {product}, and there are {world_size} processes: accelerate "
+            f"refuses it; set dp_shard_size={max(1, world_size // (product // sizes['dp_shard']))}"
+        )
     return shared
 
 

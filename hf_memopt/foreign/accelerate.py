@@ -70,13 +70,31 @@ def engine_of_launch(path: Path | None, options: Mapping[str, Any]) -> dict[str,
     engine = {"mixed_precision": precision}
     if processes := settings.get("num_processes"):
         engine["world_size"] = processes
-    sizes = [size for key in _SHARING if not is_off(size := settings.get(key)) and size != 1]
-    engine |= {"sequence_parallel": sizes[0]} if sizes else {}
+    engine |= _shared(settings, where)
     if settings.get("use_deepspeed"):
         engine["training.deepspeed"] = _deepspeed(settings)
     elif settings.get("use_fsdp"):
         engine |= _fsdp(settings)
     return engine
+
+
+def _shared(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The processes that share a sample.
+
+    Raises:
+        InputError: sizes that accelerate refuses (1.15, ParallelismConfig._validate_accelerator).
+    """
+    sizes = {key: size for key in _SHARING if not is_off(size := settings.get(key)) and size != 1}
+    for key, size in sizes.items():
+        shards, processes = settings.get("parallelism_config_dp_shard_size", 1), settings.get("num_processes")
+        numbers = isinstance(size, int) and isinstance(shards, int)
+        if not numbers or (key == "parallelism_config_cp_size" and processes and size * shards != processes):
+            raise InputError(
+                f"{where}: {key}={brief(size)} × parallelism_config_dp_shard_size={brief(shards)} is not num_processes"
+                f"={brief(processes)}"
+            )
+        return {"sequence_parallel": size}
+    return {}
 
 
 def _of_file(path: Path) -> dict[str, Any]:
