@@ -122,6 +122,7 @@ def test_a_million_tokens_on_eight_devices(row):
         assert found["predicted_seconds"] == pytest.approx(seconds, rel=0.1)
 
 
+@pytest.mark.slow
 def test_attention_around_a_ring_is_that_of_whole_samples(tmp_path):
     """Two real processes, each with a quarter of the tokens from the start and one from the end."""
     script = tmp_path / "ring.py"
