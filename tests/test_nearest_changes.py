@@ -74,3 +74,13 @@ def test_shorter_samples_of_what_failed_by_far_are_not_tried():
     assert not _falls_short(replace(shorter, choice=replace(ZERO3, strategy="fsdp2")), failed, by_far)
     assert not _falls_short(replace(shorter, levels={"devices": 2, "length": 1}), failed, by_far)
     assert not _falls_short(failed, failed, by_far)
+
+
+def test_a_few_tries_come_to_a_much_smaller_model():
+    """Of models that a card's memory holds by their weights alone, several of nearly one size come first."""
+    spec = settle(JobSpec(model="qwen3.5-397b-a17b", hardware="rtx_4090", method="qlora", seq_len=2048), "qlora")
+    models = [(name, nearest._of_model(spec, name)) for name in nearest._smaller(spec)]
+    held = [(name, changed) for name, changed in models if not nearest.excessive_weights(changed)]
+    tried = [nearest._weights(changed.config) for _, changed in nearest._apart(held)[: nearest._MODELS]]
+    assert tried == sorted(tried, reverse=True) and tried[-1] < tried[0] / 2
+    assert nearest._weights(held[nearest._MODELS - 1][1].config) > 0.7 * tried[0]

@@ -40,6 +40,7 @@ _LENGTHS = (1, 2, 4, 8, 16)  # samples are so many times shorter
 _DEVICES = (1, 2, 4, 8)  # times as many
 _ROUNDS = 3  # of estimates
 _MODELS = 4  # that are tried, the largest first
+_APART = 0.75  # of the weights of the model tried before, at most
 _DOUBT = 2.0  # of small models, what an estimate says of longer samples is off by nearly as much
 _MOST_CHANGES = 3  # in a combination
 _PROPOSED = 4  # combinations
@@ -287,7 +288,7 @@ def _smaller_models(spec: JobSpec, smallest: Choice) -> list[str]:
         samples = smallest.micro_batch * smallest.accumulation
         smallest = replace(smallest, micro_batch=1, accumulation=samples)
     named = [(f"{name} instead", _of_model(spec, name)) for name in _smaller(spec)]
-    directions = [[(text, changed) for text, changed in named if not excessive_weights(changed)]]
+    directions = [_apart([(text, changed) for text, changed in named if not excessive_weights(changed)])]
     if spec.preset.method == "full" and is_from_scratch(spec.config):
         for steps in smaller_sizes(spec.config):
             directions.append([(_as_config(sizes), _of_sizes(spec, sizes)) for sizes in steps])
@@ -301,6 +302,18 @@ def _smaller_models(spec: JobSpec, smallest: Choice) -> list[str]:
         texts = map(_sentence, smaller, _estimates(smaller))
         sentences |= {place: text for place, text in zip(pending, texts, strict=True) if text}
     return [text for _, text in sorted(sentences.items())]
+
+
+def _apart(models: list[tuple[str, JobSpec]]) -> list[tuple[str, JobSpec]]:
+    """Without those that have nearly as many weights as the one before, so that a few tries come to one that fits; a
+    larger one begins another family."""
+    kept, last = [], 0
+    for text, spec in models:
+        size = _weights(spec.config)
+        if size > last or size <= _APART * last:
+            kept.append((text, spec))
+            last = size
+    return kept
 
 
 def _of_model(spec: JobSpec, name: str) -> JobSpec:
