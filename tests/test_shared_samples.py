@@ -4,6 +4,7 @@ test_engines.py runs the former; the latter needs an accelerator, and its attent
 import json
 import sys
 import textwrap
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -202,6 +203,14 @@ REFUSED += [
 def test_what_cannot_be_shared_is_refused(settings, reason):
     with pytest.raises(InputError, match=reason):
         shared(**settings)
+
+
+@pytest.mark.parametrize(("window", "refused"), [(4096, True), (8192, False)])
+def test_a_window_of_every_layer_is_dropped_unless_it_holds_the_sample(window, refused):
+    config = AutoConfig.for_model(**{**MODEL, "model_type": "mistral"}, hidden_size=3584, sliding_window=window)
+    context = pytest.raises(InputError, match="drops the masks of sliding_attention") if refused else nullcontext()
+    with context:
+        shared(config=config)
 
 
 def test_a_preset_that_shares_samples_keeps_doing_so():

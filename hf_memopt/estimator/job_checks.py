@@ -106,7 +106,9 @@ def _check_shared_heads(job, what: str) -> None:
     masked = layers_with_masks(job.config)
     if any("linear" in kind for kind in masked):
         raise InputError(f"{what}: linear attention passes a state along the sample, which cannot be divided")
-    if masked and not flash_attention(next(iter(job.attention), None)):
+    window = getattr(job.config.get_text_config(), "sliding_window", None) or 0
+    dropped = window < job.seq_len and not flash_attention(next(iter(job.attention), None))
+    if masked and dropped:
         raise InputError(
             f"{what}: Ulysses (deepspeed 0.19) drops the masks of {', '.join(sorted(masked))}: "
             "set attn_implementation=flash_attention_2, which needs none"
@@ -121,7 +123,8 @@ def _check_ring(job, what: str) -> None:
             "zero2, zero3 or fsdp2"
         )
     if masked := layers_with_masks(job.config):
-        raise InputError(f"{what} under FSDP2 has causal attention alone, and the model {', '.join(sorted(masked))}")
+        kinds = ", ".join(sorted(masked))
+        raise InputError(f"{what} under FSDP2 has causal attention alone, and the model has {kinds}")
     if set(job.attention) - {"sdpa"}:
         raise InputError(f"{what} under FSDP2 needs attn_implementation=sdpa, and it is {', '.join(job.attention)}")
     if job.seq_len % (2 * job.shared):
