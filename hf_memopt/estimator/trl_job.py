@@ -74,7 +74,7 @@ def describe_task(
         InputError: an unknown model, or a job that cannot run or is not modelled.
     """
     if not tool:
-        _check_fsdp_config(args if isinstance(args, dict) else vars(args))
+        _check_fsdp_config(args.get("fsdp_config") if isinstance(args, dict) else getattr(args, "fsdp_config", None))
     row = TRL_TASKS.get(task)
     if row is None:
         return describe(model, args, seq_len, hardware, task=task, **settings)
@@ -115,10 +115,9 @@ def describe_task(
     return _around_trainer(row, job, tool)
 
 
-def _check_fsdp_config(fields: dict[str, Any]) -> None:
+def _check_fsdp_config(config: Any) -> None:
     """Refuse a key that accelerate launch alone takes: transformers 5.24 does not pass it on."""
-    settings = fsdp_settings(None, fields.get("fsdp_config"))
-    if is_true(settings.get(CHECKPOINTING_OFFLOAD)):
+    if is_true(fsdp_settings(None, config).get(CHECKPOINTING_OFFLOAD)):
         raise InputError(
             f"fsdp_config.{CHECKPOINTING_OFFLOAD}=true is accelerate's alone (fsdp_{CHECKPOINTING_OFFLOAD} of its "
             "YAML): set activation_checkpointing_kwargs.offload=true and activation_checkpointing=true"
