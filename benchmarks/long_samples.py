@@ -29,7 +29,7 @@ def predicted(shape: dict, offload: bool):
 def compared(row: dict) -> dict:
     """A published row beside its prediction."""
     found = predicted(row["shape"], row["offload"])
-    figures = {"allocated_bytes": sum(found.breakdown.values()), "predicted_seconds": found.step_seconds}
+    figures = {"allocated_bytes": found.peak_allocated_bytes, "predicted_seconds": found.step_seconds}
     return row | figures | kept(found, "device_bytes")
 
 

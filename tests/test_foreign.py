@@ -293,7 +293,7 @@ def test_options_of_the_launcher_that_are_not_modelled_are_refused(options, name
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "job", "told"),
+    ("fsdp", "job", "expected"),
     [
         (
             "",
@@ -304,16 +304,16 @@ def test_options_of_the_launcher_that_are_not_modelled_are_refused(options, name
         ("_offload", "--gradient_checkpointing False", "samples shared by 2, 1 × 8 × 2"),
     ],
 )
-def test_context_parallelism_of_trls_command(fsdp, job, told, command):
+def test_context_parallelism_of_trls_command(fsdp, job, expected, command):
     """FSDP's own checkpointing goes with the Trainer's off alone, which TRL's is not by default."""
     text = (
         "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4 --parallelism_config_cp_size 2 "
-        f"--parallelism_config_dp_shard_size 2 --fsdp_activation_checkpointing true "
+        "--parallelism_config_dp_shard_size 2 --fsdp_activation_checkpointing true "
         f"{f'--fsdp_activation_checkpointing{fsdp} true' if fsdp else ''} sft.py --model_name_or_path "
         f"{builtin_model()} --max_length 64 --per_device_train_batch_size 1 --gradient_accumulation_steps 8 {job}"
     )
     code, output, errors = command("estimate", text, "--hardware", "h100_80gbx4", "--json")
-    assert told in (json.loads(output)["estimated"] if code == 0 else errors)
+    assert expected in (json.loads(output)["estimated"] if code == 0 else errors)
     code, _, errors = command("plan", text, "--hardware", "h100_80gbx4")
     assert code == 2 and "sequence_parallel=2: plan searches jobs with whole samples" in errors
 

@@ -11,13 +11,8 @@ CHECKPOINTING_OFFLOAD = "activation_checkpointing_offload"
 # Keys of fsdp_config: those that a trace follows or check() refuses, and those of loading and communication.
 _KEYS = {
     *("version", "activation_checkpointing", CHECKPOINTING_OFFLOAD, "reshard_after_forward", "cpu_offload", "xla"),
-    *(
-        "auto_wrap_policy",
-        "min_num_params",
-        "transformer_layer_cls_to_wrap",
-        "mixed_precision",
-        "mixed_precision_policy",
-    ),
+    *("auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap"),
+    *("mixed_precision", "mixed_precision_policy"),
     *("cpu_ram_efficient_loading", "state_dict_type", "sync_module_states", "use_orig_params", "limit_all_gathers"),
     *("forward_prefetch", "backward_prefetch", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
 }

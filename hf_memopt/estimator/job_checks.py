@@ -107,8 +107,7 @@ def _check_shared_heads(job, what: str) -> None:
     if any("linear" in kind for kind in masked):
         raise InputError(f"{what}: linear attention passes a state along the sample, which cannot be divided")
     window = getattr(job.config.get_text_config(), "sliding_window", None) or 0
-    dropped = window < job.seq_len and not flash_attention(next(iter(job.attention), None))
-    if masked and dropped:
+    if masked and window < job.seq_len and not flash_attention(next(iter(job.attention), None)):
         raise InputError(
             f"{what}: Ulysses (deepspeed 0.19) drops the masks of {', '.join(sorted(masked))}: "
             "set attn_implementation=flash_attention_2, which needs none"

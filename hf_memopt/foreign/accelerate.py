@@ -84,17 +84,18 @@ def _shared(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         InputError: sizes that accelerate refuses (1.15, ParallelismConfig._validate_accelerator).
     """
-    sizes = {key: size for key in _SHARING if not is_off(size := settings.get(key)) and size != 1}
-    for key, size in sizes.items():
-        shards, processes = settings.get("parallelism_config_dp_shard_size", 1), settings.get("num_processes")
-        numbers = isinstance(size, int) and isinstance(shards, int)
-        if not numbers or (key == "parallelism_config_cp_size" and processes and size * shards != processes):
-            raise InputError(
-                f"{where}: {key}={brief(size)} × parallelism_config_dp_shard_size={brief(shards)} is not num_processes"
-                f"={brief(processes)}"
-            )
-        return {"sequence_parallel": size}
-    return {}
+    key = next((key for key in _SHARING if not is_off(size := settings.get(key)) and size != 1), None)
+    if key is None:
+        return {}
+    size, shards = settings[key], settings.get("parallelism_config_dp_shard_size", 1)
+    processes, multiplied = settings.get("num_processes"), key == "parallelism_config_cp_size"
+    numbers = isinstance(size, int) and isinstance(shards, int)
+    if not numbers or (multiplied and processes and size * shards != processes):
+        raise InputError(
+            f"{where}: {key}={brief(size)} × parallelism_config_dp_shard_size={brief(shards)} is not num_processes"
+            f"={brief(processes)}"
+        )
+    return {"sequence_parallel": size}
 
 
 def _of_file(path: Path) -> dict[str, Any]:

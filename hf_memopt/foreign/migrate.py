@@ -86,11 +86,11 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
     from accelerate.commands.launch import launch_command_parser
 
     known = vars(launch_command_parser().parse_args(["script"]))
-    options = {f"fsdp_{_RENAMED.get(key, key)}": (key, value) for key, value in settings.items()}
-    for name, (key, value) in options.items():
-        if name not in known:
-            raise InputError(f"fsdp_config.{key}={brief(value)} is no option of accelerate launch: leave it out")
-    return {name: value for name, (_, value) in options.items()}
+    names = {key: f"fsdp_{_RENAMED.get(key, key)}" for key in settings}
+    if (unknown := next((key for key in settings if names[key] not in known), None)) is not None:
+        value = brief(settings[unknown])
+        raise InputError(f"fsdp_config.{unknown}={value} is no option of accelerate launch: leave it out")
+    return {names[key]: value for key, value in settings.items()}
 
 
 def as_words(arguments: Mapping[str, Any]) -> list[str]:
