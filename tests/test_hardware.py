@@ -227,7 +227,7 @@ def test_names_as_people_write_them(written, expected):
         ("4060 Ti", "rtx_4060_ti_8gb", "rtx_4060_ti_16gb"),
         ("M4 Max", "apple_m4_max_36gb", "apple_m4_max_48gb"),
         ("colab", "t4", None),
-        ("Mac", "apple_m1_8gb", "and 10 more"),
+        ("Mac", "apple_m1_8gb", "and 5 more"),
     ],
 )
 def test_of_several_devices_a_name_is_the_smallest_and_a_line_says_so_once(written, smallest, others, caplog):

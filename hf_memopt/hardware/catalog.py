@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hf_memopt.hardware.names import match, short_name
+from hf_memopt.hardware.names import counted, match, short_name
 from hf_memopt.units import GIB, MIB
 
 DEVICES_PER_HOST = 8  # at most, in the machines that clusters are made of (NVIDIA HGX and DGX, AMD's platforms)
@@ -123,6 +123,16 @@ def catalog_entry(name: str) -> Hardware:
     """
     devices = catalog()
     return devices[name] if name in devices else devices[match(name, devices)]
+
+
+def read_devices(text: str) -> tuple[str, int]:
+    """A device as people write it, and how many: ("rtx_4090", 2) of "rtx_4090x2", "2 x RTX 4090" and "4090x2".
+
+    Raises:
+        InputError: as names.counted() and names.match() raise it.
+    """
+    name, count = counted(text, catalog())
+    return (name if name in catalog() else match(name, catalog())), count
 
 
 def box_of(device: Hardware) -> Box:

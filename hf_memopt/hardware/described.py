@@ -29,6 +29,11 @@ _OLDEST_WITH_BF16 = {"cuda": "8.0", "rocm": "gfx90a"}  # what a device without a
 _EXAMPLE = '{"name": "my card", "memory": "24 GiB", "bandwidth": "1008 GB/s", "bf16_flops": "165 TFLOPS"}'
 
 
+def described_text(text: str) -> bool:
+    """True if a text describes a device rather than naming one."""
+    return text.lstrip().startswith("{") or text.endswith(".toml")
+
+
 def described(text: str) -> Hardware | None:
     """The device of a JSON object or TOML file; None where the text is neither.
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from hf_memopt.engines import engine_named
 from hf_memopt.errors import InputError, choose
-from hf_memopt.hardware.catalog import DEVICES_PER_HOST, catalog
-from hf_memopt.hardware.names import candidates, counted
-from hf_memopt.presets import Preset, list_presets, preset_by_name
-from hf_memopt.presets.catalog import strategies
+from hf_memopt.hardware.catalog import DEVICES_PER_HOST, read_devices
+from hf_memopt.hardware.described import described_text
+from hf_memopt.presets import Preset, preset_by_name
+from hf_memopt.presets.catalog import preset_name, strategies
 from hf_memopt.presets.preset import with_strategy
 
 
@@ -36,22 +36,21 @@ def resolve_preset(hardware: str | Preset, method: str, strategy: str | None = N
 
 
 def split_count(hardware: str) -> tuple[str, int]:
-    """The name of a device or preset, and how many of it: ("rtx_4090", 2) of "rtx_4090x2" or "2 x RTX 4090", and of
-    the name of a preset that is for two.
+    """The name of a device or preset, and how many of it: what read_devices() reads, and of the name of a preset that
+    is for two.
 
     Raises:
-        InputError: fewer than one.
+        InputError: as read_devices() raises it.
     """
-    if hardware in list_presets():
-        preset = preset_by_name(hardware)
-        return (hardware, 1) if preset.processes == 1 else (preset.hardware.name, preset.processes)
-    described = hardware.lstrip().startswith("{") or hardware.endswith(".toml")
-    if described or hardware == "auto" or candidates(hardware, catalog()):
+    if described_text(hardware):
         return hardware, 1
-    name, devices = counted(hardware)
-    if devices < 1:
-        raise InputError(f"hardware={hardware}: the number of devices must be at least 1")
-    return name, devices
+    name = preset_name(hardware)
+    if name == "auto":
+        return name, 1
+    if name is None:
+        return read_devices(hardware)
+    preset = preset_by_name(name)
+    return (name, 1) if preset.processes == 1 else (preset.hardware.name, preset.processes)
 
 
 def _machines(devices: int) -> int:

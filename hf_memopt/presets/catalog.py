@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import re
 import shlex
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware, list_hardware
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.catalog import catalog
+from hf_memopt.hardware.described import described_text
 from hf_memopt.hardware.names import candidates, counted
 from hf_memopt.presets.build import build_preset, preset_names
 from hf_memopt.presets.environment import PRECISION
@@ -72,6 +74,7 @@ def preset_by_name(
     """
     check_value("preset", str, name)
     _check_names(method, strategy)
+    name = (None if described_text(name) else preset_name(name)) or name
     if name == "auto":
         configure_allocator()  # looking at the card starts CUDA
         preset = _for_device(get_hardware("auto"), method)
@@ -139,24 +142,36 @@ def _adapted(preset: Preset, strategy: str | None, precision: str | None, proces
     return preset
 
 
+def preset_name(name: str) -> str | None:
+    """The preset that a name stands for, whatever its case and separators: A100_80GB_X8, "8x A100 80GB"."""
+    spelled = "_".join(re.split(r"[\s_-]+", name.strip().lower()))
+    if spelled == "auto" or spelled in preset_names():
+        return spelled
+    card, count = counted(name, catalog())
+    several = [f"{key}_x{count}" for key in candidates(card, catalog())] if count > 1 else []
+    return several[0] if len(several) == 1 and several[0] in preset_names() else None
+
+
 def _device(name: str) -> Hardware:
     """The device of a name that no preset has.
 
     Raises:
         InputError: a name that several devices have, or none: then the closest preset is named.
     """
-    try:
+    if described_text(name):
         return get_hardware(name)
+    card, devices = counted(name, catalog())
+    if devices > 1:
+        several = ", ".join(sorted(preset for preset in preset_names() if build_preset(preset, "full").processes > 1))
+        raise InputError(
+            f"{name} is several devices: the presets for several are {several}; for any others, ask "
+            f"`hf-memopt plan MODEL --hardware {shlex.quote(name)}`"
+        )
+    try:
+        return get_hardware(card)
     except InputError as error:
         if not str(error).startswith("unknown hardware"):
             raise
-        device, devices = counted(name)
-        if devices > 1 and candidates(device, catalog()):
-            several = ", ".join(sorted(preset for preset in preset_names() if counted(preset)[1] > 1))
-            raise InputError(
-                f"{name} is several devices: the presets for several are {several}; for any others, ask "
-                f"`hf-memopt plan MODEL --hardware {shlex.quote(name)}`"
-            ) from error
         unknown = choose("preset or hardware", name, [*preset_names(), *list_hardware(), "auto"])
         raise InputError(
             f"{unknown} `hf-memopt presets` lists them; another device can be described: see docs/plans.md."

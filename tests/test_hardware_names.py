@@ -1,0 +1,141 @@
+"""Words for cards: every card of the catalog as people write it, alone and counted, is that card and that count."""
+
+import itertools
+import random
+import re
+
+import pytest
+
+from hf_memopt.errors import InputError
+from hf_memopt.hardware import names
+from hf_memopt.hardware.catalog import catalog, read_devices
+
+_SERIES = {"rtx", "gtx", "rx", "quadro", "arc", "apple", "pro", "radeon", "gpu", "nvidia", "amd", "intel"}
+_CASES = (str, str.lower, str.upper, str.title)
+_SEPARATORS = (" ", "-", "_", "")
+COUNTS = ("{card}", "{n}x{card}", "{n}x {card}", "{n} x {card}", "{n}× {card}", "{card}x{n}", "{card} x{n}", "{card} x {n}")
+
+
+def _spellings(key, device):
+    """A card's names: the catalog's, the box's with and without brand and series, and each with its memory."""
+    label = re.sub(r"\([^)]*\)|,.*", "", device.label).strip()
+    parts = key.split("_")
+    bare = [part for part in parts if part not in _SERIES] or parts
+    written = {key, label, " ".join(parts), " ".join(bare)}
+    size = f"{device.nominal_memory >> 30}GB"
+    sized = {f"{name} {size}" for name in written if size.lower() not in re.sub(r"[\s_]+", "", name.lower())}
+    return sorted(written | sized)
+
+
+def _respelled(name, case, separator):
+    """A name in another case and with other separators; digits that would run together keep theirs."""
+    parts = case(name).replace("_", " ").split()
+    joined = parts[0]
+    for part in parts[1:]:
+        runs_together = not separator and (joined[-1].isalnum() and part[0].isalnum())
+        kept = runs_together and (joined[-1].isdigit() == part[0].isdigit() or joined[-1].isalpha())
+        joined += (" " if kept else separator) + part
+    return joined
+
+
+def _family(text, count):
+    """The cards that a text was taken or asked for, and the count."""
+    try:
+        card, devices = read_devices(text)
+    except InputError as error:
+        assert "which card?" in str(error) or "which of the numbers" in str(error), (text, str(error))
+        found = set(re.findall(r"\w+", str(error)))
+        return ({*found, *catalog()} if " more" in str(error) else found), count
+    written, _ = names.counted(text, catalog())
+    return {card, *names.candidates(written, catalog())}, devices
+
+
+def _cases():
+    for key, device in catalog().items():
+        for name in _spellings(key, device):
+            words = itertools.product([key], [name], _CASES, _SEPARATORS, COUNTS)
+            yield from ((*word, n) for word, n in zip(words, itertools.cycle((2, 4, 8, 16, 512)), strict=False))
+
+
+def _check(case):
+    key, name, change, separator, form, n = case
+    text = form.format(card=_respelled(name, change, separator), n=n)
+    expected = 1 if form == "{card}" else n
+    family, count = _family(text, expected)
+    assert key in family and count == expected, f"{text!r}: {sorted(family)[:5]} × {count}, written for {key}"
+
+
+def test_words_for_cards():
+    """Some of the words of each card, drawn anew in every run."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    drawn = random.Random(seed)
+    for key, device in catalog().items():
+        spellings = _spellings(key, device)
+        for form in COUNTS:
+            one = (drawn.choice(spellings), drawn.choice(_CASES), drawn.choice(_SEPARATORS))
+            _check((key, *one, form, drawn.choice((2, 4, 8, 16, 512))))
+
+
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_all_words_for_cards():
+    wrong = []
+    for number, case in enumerate(_cases(), 1):
+        try:
+            _check(case)
+        except AssertionError as error:
+            wrong.append(str(error).splitlines()[0])
+    assert not wrong, f"{len(wrong)} of {number} words:\n" + "\n".join(wrong[:40])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4090x2", ("rtx_4090", 2)),
+        ("2x4090", ("rtx_4090", 2)),
+        ("1080 x 2", ("gtx_1080", 2)),
+        ("A2x4", ("a2", 4)),
+        ("4 T4", ("t4", 4)),
+        ("2 a2", ("a2", 2)),
+        ("8 H100s", ("h100_80gb", 8)),
+        ("V100S PCIe", ("v100s_pcie_32gb", 1)),
+        ("h100 8x", ("h100_80gb", 8)),
+        ("RTX 6000 24GB", ("quadro_rtx_6000", 1)),
+        ("a100 80", ("a100_80gb", 1)),
+        ("m4 max 64", ("apple_m4_max_64gb", 1)),
+        ("8xMI300X", ("mi300x", 8)),
+        ("MI300Xx8", ("mi300x", 8)),
+        ("16GB MacBook Air M2", ("apple_m2_16gb", 1)),
+        ("4080 mobile", ("rtx_4080_laptop", 1)),
+        ("jetson", ("jetson_orin_nano_8gb", 1)),
+    ],
+)
+def test_a_card_and_its_count(text, expected):
+    assert read_devices(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("16", "hardware='16': which card? a16, rtx_4080"),
+        ("24GB", "which card? With 24 GB there are rtx_3090, rtx_3090_ti, rtx_4090"),
+        ("24 GB VRAM", "With 24 GB there are rtx_3090"),
+        ("2x 24GB", "which card? With 24 GB"),
+        ("6000", "which card? quadro_rtx_6000, rtx_a6000, rtx_6000_ada"),
+        ("rtx", "which card? rtx_3060"),
+        ("laptop", "which card? rtx_3050_laptop"),
+        ("RTX 3090 12GB", "no such card has 12 GB; there are rtx_3090 (24 GB)"),
+        ("16 t4", "16 of them, or 16 GB? Write '16x t4' or 't4'"),
+        ("0x4090", "the number of devices must be at least 1"),
+        ("2000x h100", "write --hardware 'h100' --world-size 2000"),
+        ("4090, 3090", "2 names of cards (rtx_4090, rtx_3090)"),
+        ("4090 + 2x 3090", "2 names of cards"),
+        ("4090 and 3090", "2 names of cards"),
+        ("2x a100x8", "unknown hardware"),
+    ],
+)
+def test_words_that_name_no_card_are_asked_about(text, message):
+    with pytest.raises(InputError) as refused:
+        read_devices(text)
+    assert message in str(refused.value)
