@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None):
     config = jobs.load_config(job)
     length = jobs.sequence_length(job, config)
     tokenizer = jobs.load_tokenizer(job)
-    train, held_out = load_texts(job, tokenizer, length)
+    train, held_out, length = load_texts(job, tokenizer, length)
 
     # ---- the model, with its adapters
     trainer = MemoryTrainer(

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 FORMATS = (*READERS, ".parquet")
 _ROWS_OF_STREAM = 1_000  # whose columns are those of a stream
 _MAX_HELD_OUT_OF_STREAM = 200  # rows, where held_out is a fraction: the length is unknown
+USUAL_HELD_OUT = 0.05
+_LARGEST_DEFAULT_SHARE = 0.25  # of the rows, which a recipe's default number may hold out
 
 
 def load_rows(
@@ -25,7 +27,8 @@ def load_rows(
     config: str | None = None,
     split: str = "train",
     held_out_split: str | None = None,
-    held_out: float = 0.05,
+    held_out: float = USUAL_HELD_OUT,
+    adapt_held_out: bool = False,
     streaming: bool = False,
     buffer: int = 10_000,
     seed: int = 42,
@@ -43,6 +46,7 @@ def load_rows(
         split: the split to train on.
         held_out_split: the split to evaluate on; without one, `held_out` of the training rows.
         held_out: a fraction below 1, or a number of rows.
+        adapt_held_out: `held_out` is a default: where that is too much of the rows, fewer are held out.
         streaming: read while training, through a shuffle buffer of `buffer` rows, for data larger than memory.
         ignore: columns to leave out.
         with_media: the recipe trains on videos and images.
@@ -63,9 +67,9 @@ def load_rows(
         unused = find_unused(_column_names(rows, source), form, with_media)
     _warn_unused(unused, source)
     if streaming:
-        train, test = _hold_out_streaming(rows, test, held_out, buffer, seed, source)
+        train, test = _hold_out_streaming(rows, test, held_out, adapt_held_out, buffer, seed, source)
     else:
-        train, test = _hold_out(rows, test, held_out, seed, source)
+        train, test = _hold_out(rows, test, held_out, adapt_held_out, seed, source)
     return train, test, form
 
 
@@ -99,8 +103,14 @@ def _without(rows, ignore: Sequence[str], source):
 
 
 def _warn_unused(unused: list[str], source) -> None:
-    if unused and os.environ.get("RANK", "0") == "0":
-        logger.warning("data set %r: columns not used: %s", str(source), ", ".join(unused))
+    if unused:
+        say_once("data set %r: columns not used: %s", str(source), ", ".join(unused))
+
+
+def say_once(message: str, *values) -> None:
+    """Log a warning on the first of several processes, which all read the same rows."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(message, *values)
 
 
 def _open(source, config, streaming, with_media: bool = False) -> dict:
@@ -196,21 +206,19 @@ def _columns(rows, source, with_media: bool) -> str:
     return form
 
 
-def _hold_out(rows, test, held_out: float, seed: int, source):
+def _hold_out(rows, test, held_out: float, adapt: bool, seed: int, source):
     if len(rows) == 0:
         raise InputError(f"data set {source!r} is empty: the split has no rows")
     if test is not None:
         return rows, test
-    count = _count_held_out(held_out, len(rows))
+    count = _count_held_out(held_out, len(rows), adapt, source)
     if count == 0:
         return rows, None
-    if count >= len(rows):
-        raise _nothing_left(held_out, len(rows), source)
     parts = rows.train_test_split(test_size=count, seed=seed, shuffle=True)
     return parts["train"], parts["test"]
 
 
-def _hold_out_streaming(rows, test, held_out: float, buffer: int, seed: int, source):
+def _hold_out_streaming(rows, test, held_out: float, adapt: bool, buffer: int, seed: int, source):
     """Holds out the first rows of a stream, whose length is unknown, and shuffles the others in a buffer.
 
     Raises:
@@ -218,22 +226,32 @@ def _hold_out_streaming(rows, test, held_out: float, buffer: int, seed: int, sou
     """
     count = int(held_out) if held_out >= 1 else (_MAX_HELD_OUT_OF_STREAM if held_out else 0)
     count = 0 if test is not None else count
-    seen = sum(1 for _ in itertools.islice(rows, count + 1))
+    # A share, and a default, follow the length of a stream that ends here; then it is known.
+    adapts = bool(count) and (adapt or held_out < 1)
+    most = max(_ROWS_OF_STREAM, int(count / _LARGEST_DEFAULT_SHARE)) if adapts else count
+    seen = sum(1 for _ in itertools.islice(rows, most + 1))
     if seen == 0:
         raise InputError(f"data set {source!r} is empty: the split has no rows")
-    if seen <= count and held_out < 1:
-        count = _count_held_out(held_out, seen)
-    if seen <= count:
-        raise _nothing_left(held_out, seen, source)
+    if count and seen <= most:
+        count = _count_held_out(held_out, seen, adapt, source)
     if count:
         test, rows = rows.take(count), rows.skip(count)
     return rows.shuffle(seed=seed, buffer_size=buffer), test
 
 
-def _count_held_out(held_out: float, rows: int) -> int:
-    count = round(held_out * rows) if held_out < 1 else int(held_out)
-    return 1 if count == 0 and held_out and rows > 1 else count
+def _count_held_out(held_out: float, rows: int, adapt: bool, source) -> int:
+    """Rows to hold out. One row alone is trained on, and a default holds out no more than a part.
 
-
-def _nothing_left(held_out: float, rows: int, source) -> InputError:
-    return InputError(f"held_out={held_out} leaves none of the {rows} rows of {source!r} to train on: lower it")
+    Raises:
+        InputError: the number that the user set leaves no row to train on.
+    """
+    if held_out and rows == 1 and (adapt or held_out < 1):
+        say_once("note: held_out: the data have one row, which is trained on; nothing is held out or evaluated")
+        return 0
+    count = int(held_out) if held_out >= 1 else round(held_out * rows) or int(held_out > 0)
+    if adapt and count > _LARGEST_DEFAULT_SHARE * rows:
+        count = max(1, round(USUAL_HELD_OUT * rows))
+        say_once("note: held_out: %d of the %d rows instead of %d", count, rows, held_out)
+    if count >= rows:
+        raise InputError(f"held_out={held_out} leaves none of the {rows} rows of {source!r} to train on: lower it")
+    return count

@@ -7,7 +7,7 @@ from hf_memopt.errors import InputError, brief
 IGNORED = -100  # ignore_index of PyTorch's cross entropy
 
 
-def packed(rows, tokenizer, length: int, source: str = ""):
+def packed(rows, tokenizer, length: int, source: str = "", shorter: bool = False):
     """Texts, each followed by the end-of-text token, concatenated and split into blocks of `length` tokens.
 
     There is no padding; the remainder of every 1,000 texts is dropped. Labels equal the input ids (the model shifts
@@ -15,6 +15,7 @@ def packed(rows, tokenizer, length: int, source: str = ""):
 
     Args:
         rows: with a column `text`.
+        shorter: texts that fill no block of `length` become one block of all their tokens.
 
     Raises:
         InputError: a text is not a string, or the texts together are shorter than one block.
@@ -33,15 +34,19 @@ def packed(rows, tokenizer, length: int, source: str = ""):
         ids = tokenizer(batch["text"], verbose=False)["input_ids"]
         return {"ids": [[*tokens, tokenizer.eos_token_id] for tokens in ids]}
 
-    def block(batch):
+    def block(batch, shorter=False):
         stream = [token for ids in batch["ids"] for token in ids]
-        blocks = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
+        size = min(length, len(stream)) if shorter else length
+        blocks = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
         return {"input_ids": blocks, "labels": [list(ids) for ids in blocks]}
 
     described = [{}, {}] if streamed else [{"desc": "tokenizing"}, {"desc": "packing"}]
     settings = {"batched": True, "with_indices": True, "remove_columns": rows.column_names}
     tokenized = rows.map(tokenize, **settings, **described[0])
     blocks = tokenized.map(block, batched=True, remove_columns=["ids"], **described[1])
+    if shorter and next(iter(blocks), None) is None:
+        whole = {"batched": True, "batch_size": None, "fn_kwargs": {"shorter": True}}
+        blocks = tokenized.map(block, **whole, remove_columns=["ids"], **described[1])
     if next(iter(blocks), None) is None:  # the Trainer would repeat a stream's empty epochs forever
         raise InputError(
             f"data set {source!r} is shorter than one block of {length} tokens: lower max_length, or add text"

@@ -4,11 +4,12 @@ import logging
 from dataclasses import dataclass, field
 
 from hf_memopt.data.answers import find_answer_kind, to_trl
+from hf_memopt.data.sources import say_once
 from hf_memopt.errors import InputError
 from hf_memopt.packages import how_to_install
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.job import Job, remove_new_folders
-from hf_memopt.recipe.rows import check_stream, load_job_rows
+from hf_memopt.recipe.rows import evaluate_nothing, fill_stream, load_job_rows
 from hf_memopt.stack.versions import has
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def load_answers(job: Job, tokenizer):
         split = _choose_loss(job, kind, tokenizer)
         train, held_out = (rows and to_trl(rows, form, kind, tokenizer, source, split) for rows in (train, held_out))
         if job.recipe.streaming:
-            check_stream(train, job.args, source)
+            train = fill_stream(train, job, source)
     return train, held_out
 
 
@@ -102,10 +103,15 @@ def check_samples(job: Job, trainer, rows: int | None) -> None:
     """
     source, length = job.recipe.dataset_name or "the built-in questions", job.args.max_length
     if rows is None:
-        check_stream(trainer.train_dataset, job.args, source)
+        trainer.train_dataset = fill_stream(trainer.train_dataset, job, source)
         return
     for samples in (trainer.train_dataset, trainer.eval_dataset):
         if samples is not None and hasattr(samples, "__len__") and len(samples) == 0:
+            if samples is trainer.eval_dataset and "held_out" not in job.given:
+                say_once("note: held_out: no row of it has an answer within %d tokens; nothing is evaluated", length)
+                trainer.eval_dataset = None
+                evaluate_nothing(trainer.args)
+                continue
             remove_new_folders(job)
             raise InputError(f"no row of data set {source!r} has an answer within {length} tokens: raise max_length")
     left = len(trainer.train_dataset)

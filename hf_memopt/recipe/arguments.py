@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_memopt.compatibility.foreign_files import foreign_tool
+from hf_memopt.data.sources import USUAL_HELD_OUT
 from hf_memopt.errors import InputError, as_input_error, brief, choose, one_line
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.levers.arguments import MemoryArguments
@@ -16,7 +17,7 @@ from hf_memopt.stack.vocabulary import RENAMED, argument_hints, newest
 from hf_memopt.yaml_values import read_yaml, read_yaml_file
 
 _NESTED = ("lora", "quantization")
-_BATCH = ("effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+BATCH = ("effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass
@@ -66,7 +67,8 @@ class RecipeArguments:
         default=None, metadata={"help": "Columns of the data to ignore, which would be refused otherwise."}
     )
     held_out: float = field(
-        default=0.05, metadata={"help": "Rows held out for evaluation: a share below 1, or a number. 0: none."}
+        default=USUAL_HELD_OUT,
+        metadata={"help": "Rows held out for evaluation: a share below 1, or a number. 0: none."},
     )
     max_length: int | None = field(
         default=None, metadata={"help": "Tokens per sample. Default: the preset's, within the model's positions."}
@@ -144,7 +146,7 @@ def parse(
     given = newest(given)
     named = frozenset(given)
     profile = own.profile_of(given) if hasattr(own, "profile_of") else {}
-    given = {**{name: value for name, value in profile.items() if name not in _BATCH}, **given}
+    given = {**{name: value for name, value in profile.items() if name not in BATCH}, **given}
     training_fields = argument_hints(kind).keys() - hints_of(own).keys()
     memory = {name: value for name, value in given.items() if name in MemoryArguments.names()}
     other = {name: value for name, value in given.items() if name not in training_fields | memory.keys()}
@@ -170,11 +172,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _without_third(from_file: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     """The file without batch settings that follow from the others: two of the three are enough, the line's first."""
-    if not any(name in line for name in _BATCH):
+    if not any(name in line for name in BATCH):
         return from_file
-    kept = [name for name in _BATCH if name in line]
-    kept += [name for name in _BATCH if name in from_file and name not in line][: max(0, 2 - len(kept))]
-    return {name: value for name, value in from_file.items() if name not in _BATCH or name in kept}
+    kept = [name for name in BATCH if name in line]
+    kept += [name for name in BATCH if name in from_file and name not in line][: max(0, 2 - len(kept))]
+    return {name: value for name, value in from_file.items() if name not in BATCH or name in kept}
 
 
 def _parser(description: str, own: type, kind: type) -> argparse.ArgumentParser:

@@ -64,6 +64,8 @@ def with_defaults(parsed: Parsed, defaults: RecipeDefaults, own_model: bool) -> 
         return recipe, training | parsed.training
     recipe = _with_builtin_model(recipe, defaults.scratch, defaults.model())
     builtin = {name: value for name, value in defaults.builtin.items() if name not in parsed.given}
+    if "effective_batch_size" in parsed.given:  # which the default micro-batch need not divide
+        builtin.pop("per_device_train_batch_size", None)
     own_fields = {name: builtin.pop(name) for name in list(builtin) if hasattr(recipe, name)}
     return replace(recipe, **own_fields), training | parsed.training | builtin
 

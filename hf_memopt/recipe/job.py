@@ -68,6 +68,8 @@ class Job:
         quantization: fields of BitsAndBytesConfig that the user set.
         new_folders: output_dir and its parents that were not there before, innermost first.
         argv: the command line without the program's name.
+        given: names of what the user set, on the command line or in a file; everything else is a default, which
+            follows the data where those have fewer rows.
         planned: the plan's profile; None where a preset was named.
         profile: what a video profile changes of the preset, as text; None where it changes nothing.
     """
@@ -80,6 +82,7 @@ class Job:
     quantization: dict[str, Any]
     new_folders: list[Path] = field(default_factory=list)
     argv: list[str] = field(default_factory=list)
+    given: frozenset[str] = frozenset()
     planned: Planned | None = None
     profile: str | None = None
 
@@ -140,7 +143,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     preset = replace(preset, hardware=counterpart(preset.hardware) or preset.hardware)
     if recipe.effective_batch_size is not None:
         training["effective_batch_size"] = recipe.effective_batch_size
-    job = Job(recipe, preset, None, parsed.memory, peft_config, parsed.quantization, argv=argv)
+    job = Job(recipe, preset, None, parsed.memory, peft_config, parsed.quantization, argv=argv, given=parsed.given)
     if hasattr(defaults.arguments, "prepare"):
         training |= defaults.arguments.prepare(job, training, parsed, own_model)
     elif own_model and engine.plain and plans_here(recipe.preset):

@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass, field
 
 from hf_memopt.data.pairs import check_pairs
+from hf_memopt.data.sources import USUAL_HELD_OUT
 from hf_memopt.errors import InputError, choose
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.auto import plans_here
@@ -24,7 +25,8 @@ class PreferenceArguments(RecipeArguments):
     """The recipe's arguments; streaming is refused, which TRL's DPOTrainer does not do."""
 
     held_out: float = field(
-        default=0.05, metadata={"help": "Pairs held out for the reward accuracy: a share below 1, or a number."}
+        default=USUAL_HELD_OUT,
+        metadata={"help": "Pairs held out for the reward accuracy: a share below 1, or a number."},
     )
 
     @staticmethod

@@ -3,9 +3,13 @@
 import logging
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
+from hf_memopt.compatibility import world_size
+from hf_memopt.data.sources import say_once
 from hf_memopt.errors import InputError
+from hf_memopt.presets.arguments import resolve
+from hf_memopt.presets.trl_configs import trl_class
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.auto import plans_here
 from hf_memopt.recipe.job import Job
@@ -37,7 +41,32 @@ class RolloutArguments(RecipeArguments):
             logger.warning(
                 "no plan for GRPO: the sizes are those of the preset %s; hf-memopt plan --task grpo", job.preset.name
             )
-        return {}
+        return _whole_groups(job, training)
+
+
+def _whole_groups(job: Job, training: dict) -> dict:
+    """Fields of GRPOConfig whose defaults would leave a batch with a part of a prompt's completions, which it refuses.
+
+    Args:
+        training: the fields so far.
+    """
+    config_class = trl_class("GRPOConfig")
+    usual = {field.name: field.default for field in fields(config_class)}
+    sizes = usual | resolve(job.preset, world_size(), training, config_class)
+    together = sizes["per_device_train_batch_size"] * world_size()
+    batch = sizes["generation_batch_size"] or together * (
+        sizes["steps_per_generation"] or sizes["gradient_accumulation_steps"]
+    )
+    changed, group = {}, sizes["num_generations"]
+    smaller = [count for count in range(2, group) if batch % count == 0]
+    if batch % group and smaller and "num_generations" not in job.given:
+        changed["num_generations"] = group = smaller[-1]
+        say_once("note: num_generations: %d, which divide the batch of %d completions", group, batch)
+    group = sizes["num_generations_eval"] or group
+    evaluated = sizes["per_device_eval_batch_size"] * world_size()
+    if training["eval_strategy"] != "no" and evaluated % group and "per_device_eval_batch_size" not in job.given:
+        changed["per_device_eval_batch_size"] = group  # whole groups, on any number of processes
+    return changed
 
 
 def load_prompts(job: Job):
@@ -48,7 +77,7 @@ def load_prompts(job: Job):
     """
     from datasets import Dataset
 
-    source = job.recipe.dataset_name
+    source, needed = job.recipe.dataset_name, job.args.generation_batch_size // job.args.num_generations
     if source is None:
         return Dataset.from_list(sums(_SUMS)), None
     with job.args.main_process_first(desc="preparing data"):
@@ -59,6 +88,9 @@ def load_prompts(job: Job):
                 f"data set {source!r} has the columns {', '.join(rows.column_names)}; GRPO needs prompt, and "
                 "completion with the right answer"
             )
+    if len(train) < needed:  # TRL drops a generation batch that is not full, and would train nothing
+        say_once("note: the %d prompts are repeated to fill a generation batch of %d", len(train), needed)
+        train = train.select([place % len(train) for place in range(needed)])
     return tuple(rows and rows.rename_column("completion", "answer") for rows in (train, held_out))
 
 

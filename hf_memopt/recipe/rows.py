@@ -1,47 +1,63 @@
-"""A recipe's rows: to train on and held out, as blocks of tokens, and long enough a stream."""
+"""A recipe's rows: to train on and held out, as blocks of tokens, and long enough a stream.
+
+A default that counts rows follows the data where they have fewer, and says so; what the user set is refused.
+"""
 
 import itertools
 
-from hf_memopt.data.sources import load_rows
+from hf_memopt.data.sources import load_rows, say_once
 from hf_memopt.data.tokens import packed
 from hf_memopt.errors import InputError
+from hf_memopt.recipe.arguments import BATCH
 from hf_memopt.recipe.job import Job
 
 
 def load_texts(job: Job, tokenizer, length: int):
-    """Blocks of tokens to train on and held-out ones (None where nothing is held out).
+    """Blocks of tokens to train on, held-out ones (None where nothing is held out), and the tokens of a block.
+
+    Args:
+        length: tokens of a block; texts that fill none become a shorter one, unless the user set max_length.
 
     Raises:
         InputError: rows without texts, or too few of them.
     """
     source = job.recipe.dataset_name or "builtin:documents"
     with job.args.main_process_first(desc="preparing data"):
-        train, held_out, form = load_job_rows(job, source)
+        rows, held_out_rows, form = load_job_rows(job, source)
         if form != "text":
             raise InputError(f"data set {source!r} has {form}, and pretraining takes `text`: use recipes/sft.py")
-        train, held_out = (rows and packed(rows, tokenizer, length, source) for rows in (train, held_out))
+        train = packed(rows, tokenizer, length, source, shorter="max_length" not in job.given)
+        if (tokens := len(next(iter(train))["input_ids"])) < length:
+            say_once("note: max_length: one block of %d tokens, all that the data have, instead of %d", tokens, length)
+        held_out = held_out_rows and packed(held_out_rows, tokenizer, tokens, source, shorter=True)
         if job.recipe.streaming:
-            check_stream(train, job.args, source)
-    return train, held_out
+            train = fill_stream(train, job, source)
+    return train, held_out, tokens
 
 
-def check_stream(samples, args, source: str) -> None:
-    """Raise where a stream ends before its first optimizer step.
+def fill_stream(samples, job: Job, source: str):
+    """A stream that lasts for its first optimizer step at least: a shorter one is repeated.
 
     The Trainer (transformers 5.23) does not know that a stream's batch is its last, so that what an epoch leaves of a
     step is dropped. An epoch shorter than one step would restart forever, silently.
 
     Raises:
-        InputError: too few samples.
+        InputError: too few samples, or too few for the batch that the user set.
     """
+    args = job.args
     batch = args.per_device_train_batch_size * args.world_size
     needed = batch * (args.gradient_accumulation_steps - 1) + (batch if args.dataloader_drop_last else 1)
     count = sum(1 for _ in itertools.islice(samples, needed))
-    if count < needed:
+    if count >= needed:
+        return samples
+    if count == 0 or job.given.intersection(BATCH):
         raise InputError(
             f"data set {source!r} streams {count} samples, and a step of {args.gradient_accumulation_steps} batches "
             f"of {batch} needs {needed} at least: lower effective_batch_size, or leave streaming out"
         )
+    times = -(-needed // count)
+    say_once("note: streaming: the %d samples are repeated %d times to fill a step", count, times)
+    return samples.repeat(times)
 
 
 def load_job_rows(job: Job, source: str, **what):
@@ -57,6 +73,7 @@ def load_job_rows(job: Job, source: str, **what):
         split=recipe.dataset_train_split,
         held_out_split=recipe.dataset_test_split,
         held_out=recipe.held_out,
+        adapt_held_out="held_out" not in job.given,
         streaming=recipe.streaming,
         buffer=recipe.shuffle_buffer_size,
         seed=job.args.seed,
@@ -64,6 +81,11 @@ def load_job_rows(job: Job, source: str, **what):
         **what,
     )
     if held_out is None:
-        job.args.set_evaluate(strategy="no")
-        job.args.eval_on_start = False
+        evaluate_nothing(job.args)
     return train, held_out, columns
+
+
+def evaluate_nothing(args) -> None:
+    """Let TrainingArguments evaluate at no step."""
+    args.set_evaluate(strategy="no")
+    args.eval_on_start = False

@@ -44,7 +44,11 @@ def announce(job: Job, trainer, length: int, details: Sequence[tuple[str, str]] 
 
     Returns:
         The Estimate; None where the job cannot be traced, and on other processes.
+
+    Raises:
+        InputError: dataloader_drop_last drops every row.
     """
+    _check_batches(job, trainer)
     if job.args.process_index:
         return None
     if job.recipe.dry_run:
@@ -64,6 +68,18 @@ def announce(job: Job, trainer, length: int, details: Sequence[tuple[str, str]] 
     if job.recipe.dry_run:
         print("dry run: stopped before training, nothing was written")
     return estimate
+
+
+def _check_batches(job: Job, trainer) -> None:
+    """The Trainer (transformers 5.23) runs no step of an empty loader, and ends as if it had trained."""
+    data = trainer.train_dataset
+    if job.args.dataloader_drop_last and hasattr(data, "__len__") and not len(trainer.get_train_dataloader()):
+        remove_new_folders(job)
+        raise InputError(
+            f"dataloader_drop_last drops all of the {len(data)} rows, fewer than the batch of "
+            f"{job.args.per_device_train_batch_size} × {trainer.batches}: leave it out, or lower "
+            "per_device_train_batch_size"
+        )
 
 
 def _describe_job(job: Job, trainer, length: int) -> list[tuple[str, str]]:
