@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from hf_memopt.other_names import meant_by, plain_word
+from hf_memopt.other_names import meant_by, plain_word, understood
 from hf_memopt.redaction import redact_argv, redact_text
 from hf_memopt.terminal import plain
 
@@ -87,6 +87,17 @@ def choose(kind: str, name: str, names: Iterable[str]) -> InputError:
     return InputError(f"unknown {kind} {brief(name)}.{hint}{listed}")
 
 
+def respell(kind: str, name: str, names: Iterable[str]) -> str:
+    """The accepted name that a word stands for: in any case, with any separators, or another name of the same thing.
+    A word that stands for none stays as it is."""
+    names = list(names)
+    if name in names or not isinstance(name, str):
+        return name
+    same = [known for known in names if plain_word(known) == plain_word(name)]
+    meaning = same[0] if len(same) == 1 else understood(kind, name)
+    return meaning if meaning in names else name
+
+
 def closest(name: str, known: Iterable[str], cutoff: float | None = None) -> str | None:
     """The known name that is most like another one; None if none is like it.
 
@@ -97,8 +108,9 @@ def closest(name: str, known: Iterable[str], cutoff: float | None = None) -> str
     if same := next((other for other in known if word and plain_word(other) == word), None):
         return same
     cutoff = cutoff or (0.6 if len(word) > 3 else 0.5)
-    close = difflib.get_close_matches(str(name)[:_LONGEST], known, n=1, cutoff=cutoff)
-    return close[0] if close else None
+    lowered = {other.lower(): other for other in reversed(known)}
+    close = difflib.get_close_matches(str(name)[:_LONGEST].lower(), lowered, n=1, cutoff=cutoff)
+    return lowered[close[0]] if close else None
 
 
 def listed(names: Sequence[str], most: int) -> str:

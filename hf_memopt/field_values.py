@@ -5,6 +5,7 @@ Dataclasses check nothing themselves: transformers' and peft's meet a wrong valu
 
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from numbers import Integral, Real
 from typing import Any
 
 from hf_memopt.errors import InputError, brief
+from hf_memopt.other_names import plain_word
+from hf_memopt.units import read_bytes, read_number
 
 Hints = Mapping[str, Any]
 
@@ -118,6 +121,7 @@ _WORDS = {
     list: "a list",
     dict: "a mapping",
 }
+_LENGTH = re.compile(r"length|_len\b|tokens|positions|(?:chunk|tile|block)_size")  # whose k is 1024
 _LARGEST = 2**63 - 1  # what torch, numpy and Arrow hold
 
 
@@ -154,7 +158,7 @@ def fit(hints: Hints, values: Mapping[str, Any], where: str = "") -> dict[str, A
     Raises:
         InputError: names the field, its value and what it takes.
     """
-    fitted = {name: _converted(hints.get(name, Any), value) for name, value in values.items()}
+    fitted = {name: _converted(name, hints.get(name, Any), value) for name, value in values.items()}
     for name, value in fitted.items():
         check_value(name, hints.get(name, Any), value, where)
     return fitted
@@ -184,17 +188,40 @@ def _named(value: Any) -> str:
     return f", not {names[type(value)]}" if type(value) in names else ""
 
 
-def _converted(hint: Any, value: Any) -> Any:
+def _converted(name: str, hint: Any, value: Any) -> Any:
     if isinstance(value, str) and not _accepts(hint, value):
         for kind in (int, float):
-            if _accepts(hint, kind()):
-                try:
-                    return kind(value)
-                except ValueError:
-                    continue
+            if _accepts(hint, kind()) and (number := read_field(name, kind, value)) is not None:
+                return number
+    if isinstance(value, str):
+        choices = [choice for choice in _choices(hint) if isinstance(choice, str)]
+        same = [choice for choice in choices if plain_word(choice) == plain_word(value)]
+        return same[0] if len(same) == 1 and value not in choices else value
     if type(value) is int and abs(value) <= _LARGEST and _accepts(hint, "") and not _accepts(hint, value):
         return str(value)
     return value
+
+
+def read_field(name: str, kind: type, text: str) -> int | float | None:
+    """The number of a text, in the unit that people write for a field: 2k are 2,048 tokens, and 2,000 of all else.
+
+    None of a text that is no number."""
+    try:
+        return kind(text)
+    except ValueError:
+        number = read_bytes(text) if name.endswith("_bytes") else None
+        number = read_number(text, 1024 if _LENGTH.search(name) else 1000) if number is None else number
+        return None if number is None or kind(number) != number else kind(number)
+
+
+def _choices(hint: Any) -> list[Any]:
+    """The values of a type that has a few, or of a union with one."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return list(inner)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return [part.value for part in hint]
+    return [choice for part in inner for choice in _choices(part)] if inner else []
 
 
 def _accepts(hint: Any, value: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Words that other tools have, or that people remember, for names of this package: proposed, never understood."""
+"""Words that other tools have, or that people remember, for names of this package: proposed, or understood where they
+are other names of the same thing."""
 
 import tomllib
 from collections.abc import Collection
@@ -25,6 +26,11 @@ def meant_by(kind: str, name: str, known: Collection[str]) -> str | None:
     return next(fitting, meanings[-1] if meanings else None)
 
 
+def understood(kind: str, name: str) -> str | None:
+    """The name of which a word is another one; None if it is none."""
+    return _table()["understood"].get(kind, {}).get(plain_word(name))
+
+
 @cache
-def _table() -> dict[str, dict[str, list[str]]]:
+def _table() -> dict[str, dict]:
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -1,7 +1,38 @@
-"""Bytes in the units that people read."""
+"""Numbers and bytes in the units that people read and write."""
+
+import re
 
 MIB = 2**20
 GIB = 2**30
+
+_NUMBER = re.compile(
+    r"(?P<digits>[-+]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)?(?:\.\d+)?(?:e[-+]?\d{1,3})?)\s*(?P<scale>k|m|b|bn|g|t|)"
+    r"\s*(?P<of>tokens?|toks?|samples?|rows?|steps?|gpus?|cards?|devices?|frames?|)",
+    re.IGNORECASE,
+)
+_POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "bn": 3, "g": 3, "t": 4}
+_BYTES = re.compile(r"(?P<digits>\d[\d_]*(?:\.\d+)?)\s*(?P<scale>[kmgt])(?P<binary>i?)b?(?:ytes?)?", re.IGNORECASE)
+
+
+def read_number(text: str, thousand: int = 1000) -> float | None:
+    """A number as people write it: 10M, 2.5B, 300k, 1e9, 2,048, 1_000_000, "2k tokens"; None of any other text.
+
+    Args:
+        thousand: of k; 1024 for lengths, whose 8k are 8,192 tokens.
+    """
+    parts = _NUMBER.fullmatch(str(text).strip())
+    if not parts or not re.search(r"\d", parts["digits"].partition("e")[0]):
+        return None
+    return float(re.sub("[_,]", "", parts["digits"])) * thousand ** _POWERS[parts["scale"].lower()]
+
+
+def read_bytes(text: str) -> float | None:
+    """Bytes as people write them: 24GB (10**9), 24 GiB (2**30), 512M; None of a text without a unit."""
+    parts = _BYTES.fullmatch(str(text).strip())
+    if not parts:
+        return None
+    unit = 1024 if parts["binary"] else 1000
+    return float(parts["digits"].replace("_", "")) * unit ** _POWERS[parts["scale"].lower()]
 
 
 def size(value: float | None) -> str:

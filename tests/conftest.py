@@ -107,6 +107,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
+    import transformers  # noqa: F401  whose log would else go to the captured stderr of the test that imports it first
+
     freeze_imports()
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) >= (os.cpu_count() or 1):
         from hf_memopt.estimator.tracing import parallel

@@ -6,14 +6,43 @@ from pathlib import Path
 
 import pytest
 
+from hf_memopt.cli import main
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import hub_id, list_architectures, load_config
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.planner.devices import with_device_count
 
 MISTAKES = tomllib.loads(Path(__file__).with_name("natural_mistakes.toml").read_text(encoding="utf-8"))
 
 
+class Understood(BaseException):
+    """Ends a command where its words have been judged; carries the job."""
+
+
+@pytest.fixture
+def understood(monkeypatch):
+    """The job that a command line stands for, without the libraries that would predict it."""
+    from hf_memopt.cli import words
+
+    check_words = words.check_words
+
+    def judged(spec, *methods):
+        raise Understood(check_words(spec, *methods))
+
+    monkeypatch.setattr("hf_memopt.cli.estimate.check_words", judged)
+    monkeypatch.setattr("hf_memopt.cli.words.check_words", judged)
+
+    def call(*argv: str) -> JobSpec:
+        monkeypatch.setattr("sys.argv", ["hf-memopt", *argv])
+        with pytest.raises(Understood) as ended:
+            main()
+        return ended.value.args[0]
+
+    return call
+
+
 @pytest.mark.parametrize("line", [line for lines in MISTAKES.values() for line in lines])
-def test_natural_mistake(line, command, recipe, tmp_path, monkeypatch):
+def test_natural_mistake(line, command, recipe, understood, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     answer = next(lines[line] for lines in MISTAKES.values() if line in lines)
     words = shlex.split(line)
@@ -21,17 +50,22 @@ def test_natural_mistake(line, command, recipe, tmp_path, monkeypatch):
         with pytest.raises(InputError) as refused:
             recipe(words[0].removesuffix(".py"))(words[1:])
         assert answer in str(refused.value)
-        return
-    code, out, err = command(*words)
-    if isinstance(answer, dict):
-        assert code == 0 and answer["understood"] in out + err
-    else:
+    elif isinstance(answer, str):
+        code, _, err = command(*words)
         assert code == 2 and answer in err.splitlines()[-1]
         assert not list(tmp_path.iterdir())
+    elif "understood" in answer:
+        code, out, err = command(*words)
+        assert code == 0 and answer["understood"] in out + err
+    else:
+        spec = understood(*words)
+        card, devices = with_device_count(spec.hardware or spec.preset, spec.world_size)
+        job = {"card": card, "devices": devices, **vars(spec)}
+        assert {name: job[name] for name in answer} == answer
 
 
-def test_ten_of_each_kind_of_person():
-    assert [len(lines) for lines in MISTAKES.values()] == [10] * 6
+def test_so_many_words():
+    assert sum(map(len, MISTAKES.values())) >= 150
 
 
 @pytest.mark.parametrize(

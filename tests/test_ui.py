@@ -8,7 +8,7 @@ import pytest
 from hf_memopt.errors import InputError
 from hf_memopt.ui import answer
 from hf_memopt.ui.answer import run_limited
-from hf_memopt.ui.limits import Limits, bundled_models, check_public
+from hf_memopt.ui.limits import Limits, check_public
 from hf_memopt.ui.question import Question
 
 QUESTION = Question(
@@ -93,10 +93,6 @@ def test_an_error_is_its_one_sentence(monkeypatch):
         answer.ask(Question(model="x"), "estimate", Limits())
 
 
-def test_bundled_models_are_known():
-    assert "llama-3.1-8b" in bundled_models()
-
-
 def test_profiles_of_the_same_settings_share_a_row():
     from hf_memopt.ui.shown import show_plan
 
@@ -115,9 +111,11 @@ def test_profiles_of_the_same_settings_share_a_row():
     ]
     took = {"seconds": 7200.0, "cost": 3.0, "tokens": 10**7}
     plan = {"profiles": profiles, "method": "lora", "usable_bytes": 2**34, "durations": {"balanced": took}}
+    plan |= {"model": "llama-3.1-8b", "hardware": "rtx_4090", "devices": 2}
     shown = show_plan(plan | {"seq_len": 64, "effective_batch_size": 8})
     assert (
         shown.index("Yes, with lora")
+        < shown.index("llama-3.1-8b on 2 × NVIDIA GeForce RTX 4090")
         < shown.index("2 h for 10,000,000 tokens, cost in total 3")
         < shown.index("<table")
     )

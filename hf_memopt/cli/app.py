@@ -2,15 +2,17 @@
 
 import sys
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from hf_memopt.cli import plan_command
 from hf_memopt.cli.options import (
     Epochs,
     Json,
+    Length,
     Method,
     Overwrite,
     Plot,
@@ -23,8 +25,9 @@ from hf_memopt.cli.options import (
     Strategy,
     Tokens,
     Verbose,
+    WorldSize,
     answer_for,
-    at_least_one,
+    count,
     method_names,
     model_names,
     positive,
@@ -52,7 +55,25 @@ class _Commands(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
 
-app = typer.Typer(
+class _Command(TyperCommand):
+    """A command of this file, which takes no other option for an option's value."""
+
+    def parse_args(self, ctx, args):
+        takes_value = {word for item in self.params for word in item.opts if not getattr(item, "is_flag", True)}
+        for option, value in pairwise(args):
+            if option == "--":
+                break
+            if option.replace("_", "-") in takes_value and value.startswith("--"):
+                ctx.fail(f"{option} needs a value, and {value} follows it")
+        return super().parse_args(ctx, args)
+
+
+class _App(typer.Typer):
+    def command(self, *args, **settings):
+        return super().command(*args, cls=_Command, **settings)
+
+
+app = _App(
     name="hf-memopt",
     cls=_Commands,
     help="Predict the memory of a Hugging Face training job, and find the settings that make it fit.",
@@ -108,14 +129,18 @@ def estimate(
     method: Annotated[
         str | None, typer.Option(help="full, lora or qlora. Default: full, or a file's.", autocompletion=method_names)
     ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(callback=at_least_one, help="Tokens per sample. Default: the preset's.")
+    seq_len: Length = None,
+    batch_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            callback=count,
+            help="Samples of a forward pass on each device: per_device_train_batch_size. Default: the preset's.",
+        ),
     ] = None,
-    world_size: Annotated[
-        int | None, typer.Option(callback=at_least_one, help="Devices that train together. Default: the preset's.")
-    ] = None,
+    world_size: WorldSize = None,
     strategy: Strategy = None,
-    sequence_parallel: SequenceParallel = 1,
+    sequence_parallel: SequenceParallel = "1",
     hardware: Annotated[
         str | None, typer.Option(help="The device to fit on, as `plan` takes it. Default: the preset's.")
     ] = None,
@@ -152,7 +177,7 @@ def estimate(
     spec, _ = read_job(
         model,
         "full",
-        settings,
+        [*(settings or []), *([f"per_device_train_batch_size={batch_size}"] if batch_size else [])],
         preset=preset,
         method=method,
         seq_len=seq_len,
@@ -196,9 +221,7 @@ def advise(
     model: Annotated[str | None, typer.Option(help="The run's model, to predict what each change saves.")] = None,
     preset: Annotated[str, typer.Option(help="The run's preset, with --model.")] = "auto",
     method: Method = "full",
-    seq_len: Annotated[
-        int | None, typer.Option(callback=at_least_one, help="Tokens per sample, with --model.")
-    ] = None,
+    seq_len: Length = None,
     settings: Settings = None,
     json: Json = False,
 ) -> None:
@@ -217,9 +240,7 @@ def dry_run(
     script: Annotated[str, typer.Argument(help="A training script that uses transformers' Trainer, unchanged.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
     hardware: Annotated[str, typer.Option(help="Device to fit on. Default: this machine's.")] = "auto",
-    world_size: Annotated[
-        int | None, typer.Option(callback=at_least_one, help="Devices that train together. Default: the script's.")
-    ] = None,
+    world_size: WorldSize = None,
     price: Price = None,
     plot: Plot = None,
     allow_unconfined: Annotated[
@@ -259,13 +280,14 @@ def export(
     ] = "sft",
     nvme_path: Annotated[str | None, typer.Option(help="A folder on the NVMe disk, for zero3_offload_nvme.")] = None,
     machines: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            callback=at_least_one,
+            metavar="N",
+            callback=count,
             help="Number of machines, each with the preset's devices; also writes slurm.sbatch.",
         ),
     ] = None,
-    sequence_parallel: SequenceParallel = 1,
+    sequence_parallel: SequenceParallel = "1",
     yaml_only: Annotated[
         bool, typer.Option("--yaml-only", help="Write accelerate.yaml alone, with DeepSpeed's settings inside.")
     ] = False,

@@ -17,6 +17,7 @@ from hf_memopt.charts import check_path
 from hf_memopt.cli.estimate_printed import EstimatedJob
 from hf_memopt.cli.output import print_json, working
 from hf_memopt.cli.speed import AmountOptions, to_dict
+from hf_memopt.cli.words import check_words
 from hf_memopt.confined.hub import serve
 from hf_memopt.confined.process import run_confined
 from hf_memopt.confined.rights import cannot_confine, may_have_card
@@ -25,6 +26,7 @@ from hf_memopt.files import read_bytes, write_whole
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.packages import require
+from hf_memopt.planner.devices import with_device_count
 from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.catalog import nearest_preset, plain_settings
 from hf_memopt.terminal import say
@@ -38,8 +40,11 @@ def run_estimate(
     """Print the estimate; 0 if the job fits or the capacity is unknown, 1 if it does not fit."""
     if plot_file:
         require("matplotlib", "--plot")
-    import_libraries()
     amount.read()
+    spec = check_words(_with_device_count(spec))
+    if "auto" not in (spec.preset, spec.hardware) and (spec.preset or spec.hardware):
+        _resolve_preset(spec)  # it refuses what does not go together
+    import_libraries()
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.spec_job import spec_job
     from hf_memopt.estimator.suggestions import largest_savings, smallest_combination
@@ -70,6 +75,12 @@ def run_estimate(
     if as_json:
         print_json(
             estimate.to_dict()
+            | {
+                "model": spec.model_name,
+                "method": preset.method,
+                "hardware": job.device.name,
+                "devices": job.world_size,
+            }
             | {"preset": sizes, "dtype": job.dtype, "duration": to_dict(estimate, took)}
             | {"levers": [asdict(saving) for saving in savings]}
         )
@@ -103,17 +114,13 @@ def _with_device_count(spec):
     Raises:
         InputError: another number than --world-size.
     """
-    from hf_memopt.planner.devices import split_count
-
     if spec.hardware is None:
         return spec
     if spec.hardware.lower() == "any":
         raise InputError(
             "hardware=any: an estimate is of one device; `hf-memopt plan MODEL --hardware any` compares all"
         )
-    hardware, devices = split_count(spec.hardware)
-    if devices > 1 and spec.world_size not in (None, devices):
-        raise InputError(f"hardware={spec.hardware} and world_size={spec.world_size} differ: leave one out")
+    hardware, devices = with_device_count(spec.hardware, spec.world_size)
     return replace(spec, hardware=hardware, world_size=devices if devices > 1 else spec.world_size)
 
 
@@ -279,11 +286,12 @@ def _print_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool,
 
         plot(estimate, plot_file, options.script)
     if as_json:
-        content = estimate.to_dict() | {"duration": to_dict(estimate, took)}
+        content = estimate.to_dict() | {"hardware": job.device.name, "devices": devices}
+        content |= {"duration": to_dict(estimate, took)}
         print_json(content | {"levers": [asdict(saving) for saving in savings]})
     else:
         answer = EstimatedJob(
-            title=options.script,
+            title=f"{options.script} on {f'{devices} × ' if devices > 1 else ''}{job.device.label}",
             settings=None,
             estimate=estimate,
             savings=savings,

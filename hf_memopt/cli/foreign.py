@@ -50,7 +50,7 @@ def read_job(
         return asked, None
     source = read_source(model)
     translation = source.translate()
-    count = split_count(str(asked.hardware))[1]
+    count = split_count(asked.hardware)[1] if asked.hardware else 1
     with as_input_error(source.label, InputError):
         translation.check()
         devices = asked.world_size or (count if count > 1 else None)
@@ -91,16 +91,14 @@ def run_migrate(file: str, folder: str | None, overwrite: bool, settings: list[s
 
 def left_open(spec: JobSpec) -> JobSpec:
     """A file's job for a plan, which chooses anew what memory and speed depend on; the effective batch stays."""
-    name, devices = split_count(str(spec.hardware))
-    devices = spec.world_size or devices
+    devices = spec.world_size or split_count(spec.hardware)[1]
     training = {key: value for key, value in spec.training.items() if key not in _PLANNED}
     if spec.method == "full" and training.get("optim") in ("adamw_torch", "adamw_torch_fused"):
         del training["optim"]
     batch = [spec.training.get(key, 1) for key in _PLANNED[:2]]
     return replace(
         spec,
-        hardware=f"{name}x{devices}" if devices > 1 else name,
-        world_size=None,
+        world_size=devices,
         training=training,
         memory_args=replace(spec.memory_args, optimizer_in_backward=False),
         effective_batch_size=spec.effective_batch_size or batch[0] * batch[1] * devices,

@@ -1,22 +1,59 @@
 """Options that several commands take, of app.py and of packages above the core, and what a shell completes."""
 
 import math
+import re
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hf_memopt.units import GIB, read_bytes, read_number
 
-def at_least_one(value: int | None) -> int | None:
-    """A number of tokens, samples or devices, unchanged.
+
+def count(value: str | int | None) -> int | None:
+    """A number of samples, devices or machines, as people write it.
 
     Raises:
-        typer.BadParameter: it is less than 1, or too large for a size in a tensor's shape.
+        typer.BadParameter: it is no whole number, less than 1, or too large for a size in a tensor's shape.
     """
-    if value is not None and not 1 <= value < 2**31:
-        raise typer.BadParameter(f"{value} must be at least 1{', and below 2147483648' if value > 0 else ''}")
-    return value
+    return None if value is None else _whole(value, read_number(str(value)))
+
+
+def length(value: str | int | None) -> int | None:
+    """A number of tokens: 2048, 8k (8,192), "2k tokens".
+
+    Raises:
+        typer.BadParameter: as count() raises it.
+    """
+    return None if value is None else _whole(value, read_number(str(value), thousand=1024))
+
+
+def _whole(written: str | int, number: float | None) -> int:
+    if number is None or number != int(number):
+        raise typer.BadParameter(f"{written!r} is no whole number, as in 2048 or 2k")
+    if not 1 <= number < 2**31:
+        raise typer.BadParameter(f"{int(number)} must be at least 1{', and below 2147483648' if number > 0 else ''}")
+    if not re.sub("[_,]", "", str(written).split()[0]).isdecimal():
+        print(f"note: {written} is taken as {int(number):,}", file=sys.stderr)
+    return int(number)
+
+
+def size(value: str | float | None) -> int | None:
+    """Bytes of a size in GiB, or in the unit that is written: 20, "20 GiB", 24GB.
+
+    Raises:
+        typer.BadParameter: it is no size, 0 or less, or infinite.
+    """
+    if value is None:
+        return None
+    written = read_bytes(str(value))
+    plain = read_number(str(value))
+    count = written if written is not None else plain and plain * GIB
+    if count is None:
+        raise typer.BadParameter(f"{value!r} is no size in GiB, as in 20, 20GiB or 24GB")
+    if not 0 < count < 2**63:
+        raise typer.BadParameter(f"{value} must be above 0, and finite")
+    return int(count)
 
 
 def preset_names(incomplete: str) -> list[str]:
@@ -34,8 +71,9 @@ def method_names(incomplete: str) -> list[str]:
 
 def model_names(incomplete: str) -> list[str]:
     """Bundled architectures that begin so."""
-    folder = Path(__file__).parents[1] / "estimator" / "architectures"  # asking the estimator would import torch
-    return sorted(file.stem for file in folder.glob("*.json") if file.stem.startswith(incomplete))
+    from hf_memopt.estimator.architectures import list_architectures
+
+    return [name for name in list_architectures() if name.startswith(incomplete)]
 
 
 def hardware_names(incomplete: str) -> list[str]:
@@ -61,13 +99,31 @@ def length_or_max(value: str | None) -> int | str | None:
     Raises:
         typer.BadParameter: neither.
     """
-    if value is None or value == "max":
-        return value
-    if not value.lstrip("-").isdecimal():
+    if value is None or value.strip().lower() == "max":
+        return value and "max"
+    if read_number(value) is None:
         raise typer.BadParameter(f"{value!r} is neither a number of tokens nor max")
-    return at_least_one(int(value))
+    return length(value)
 
 
+Length = Annotated[
+    str | None,
+    typer.Option(
+        "--seq-len",
+        metavar="TOKENS",
+        callback=length,
+        help="Tokens per sample, as in 2048 or 8k. Default: the preset's.",
+    ),
+]
+WorldSize = Annotated[
+    str | None,
+    typer.Option(
+        "--world-size",
+        metavar="N",
+        callback=count,
+        help="Devices that train together. Default: the preset's, or those that --hardware counts.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Verbose = Annotated[
     bool,
@@ -82,10 +138,11 @@ Strategy = Annotated[
     ),
 ]
 SequenceParallel = Annotated[
-    int,
+    str,
     typer.Option(
         "--sequence-parallel",
-        callback=at_least_one,
+        metavar="N",
+        callback=count,
         help="Number of devices that share each sample's tokens, for long samples: by Ulysses under ZeRO; estimates "
         "under fsdp2 by context parallelism.",
     ),

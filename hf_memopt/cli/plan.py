@@ -13,10 +13,13 @@ from hf_memopt.cli.output import print_json, print_table, progress
 from hf_memopt.cli.plan_printed import print_plan
 from hf_memopt.cli.speed import AmountOptions, to_dict
 from hf_memopt.errors import InputError, choose
+from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.files import folder_for
 from hf_memopt.foreign.source import Source
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
+from hf_memopt.planner.devices import with_device_count
+from hf_memopt.presets import METHODS
 from hf_memopt.units import gib
 
 
@@ -32,8 +35,6 @@ class ExportOptions:
 def run_which_card(spec: JobSpec, cards: CardOptions, as_json: bool) -> int:
     """Print the cards on which the job trains; 0 if there are any, 1 if there are none."""
     import_libraries()
-    from hf_memopt.estimator.trl_tasks import TRL_TASKS
-
     if spec.task in TRL_TASKS:
         raise InputError(f"task={spec.task} is planned for one card: name it with --hardware")
     return run_cards(spec, cards, as_json)
@@ -57,8 +58,8 @@ def run_plan(
         raise choose("profile", export.profile, PLAN_PROFILES)
     if export.folder:
         folder_for(export.folder)
-    import_libraries()
     amount.read()
+    import_libraries()
     from hf_memopt.planner.plan import plan_job
 
     plan = plan_job(spec, progress)
@@ -107,7 +108,6 @@ def run_lengths(spec: JobSpec, as_json: bool) -> int:
     from hf_memopt.planner.lengths import longest_sequences
     from hf_memopt.planner.plan import check_asked
     from hf_memopt.planner.settle import settle
-    from hf_memopt.presets import METHODS
 
     check_asked(spec)
     spec = read_model(spec)
@@ -143,13 +143,17 @@ def _print_lengths(spec, lengths) -> None:
     print_table("", ("method", "settings", "tokens", "limit", "device", "host", "tokens/s"), table)
 
 
-def run_frames(spec: JobSpec, frames: str, as_json: bool) -> int:
-    """Print the most frames by the size of a frame; 0 if any fit, 1 if none do."""
-    if frames != "max":
+def check_frames(frames: str) -> None:
+    """Refuse another value of --frames than max."""
+    if frames.lower() != "max":
         raise InputError(
             f"--frames {frames}: the only value is max; for the memory of so many frames, run "
             f"`hf-memopt estimate --set max_frames={frames}`"
         )
+
+
+def run_frames(spec: JobSpec, as_json: bool) -> int:
+    """Print the most frames by the size of a frame; 0 if any fit, 1 if none do."""
     import_libraries()
     from hf_memopt.planner.frames import most_frames
 
@@ -173,9 +177,8 @@ def run_frames(spec: JobSpec, frames: str, as_json: bool) -> int:
 def frames_job(spec: JobSpec):
     """The job with clips of one frame, whose number is varied: as `estimate` describes it."""
     from hf_memopt.estimator.spec_job import spec_job
-    from hf_memopt.planner.devices import split_count
 
-    name, devices = split_count(spec.hardware)
+    name, devices = with_device_count(spec.hardware, spec.world_size)
     spec = replace(
         spec,
         preset=name,

@@ -16,15 +16,16 @@ from hf_memopt.cli.options import (
     Strategy,
     Tokens,
     Verbose,
+    WorldSize,
     answer_for,
-    at_least_one,
+    count,
     hardware_names,
     length_or_max,
     model_names,
     positive,
+    size,
 )
 from hf_memopt.errors import InputError
-from hf_memopt.units import GIB
 
 EXAMPLES = (
     "Examples: hf-memopt plan llama-3.1-8b-instruct --hardware 'RTX 3060' --dataset my_chats.jsonl · "
@@ -64,9 +65,9 @@ def plan(
         ),
     ] = None,
     effective_batch_size: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            callback=at_least_one, help="Samples per optimizer step over all devices. Default: the preset's."
+            metavar="N", callback=count, help="Samples per optimizer step over all devices. Default: the preset's."
         ),
     ] = None,
     method: Annotated[
@@ -75,16 +76,17 @@ def plan(
             help="full, lora or qlora; any: the first that fits, the others beside it. Default: any, or a file's."
         ),
     ] = None,
+    world_size: WorldSize = None,
     strategy: Strategy = None,
     memory: Annotated[
-        float | None,
-        typer.Option(metavar="GIB", callback=positive, help="GiB of each device that the job may use. Default: all."),
+        str | None,
+        typer.Option(metavar="GIB", callback=size, help="GiB of each device that the job may use. Default: all."),
     ] = None,
     host_memory: Annotated[
-        float | None,
+        str | None,
         typer.Option(
             metavar="GIB",
-            callback=positive,
+            callback=size,
             help="GiB of host memory for each device. Default: what is free here, or a usual box's.",
         ),
     ] = None,
@@ -151,13 +153,14 @@ def plan(
     """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
     from hf_memopt.cli.cards import ANY, CardOptions
     from hf_memopt.cli.foreign import left_open, read_job
-    from hf_memopt.cli.plan import ExportOptions, run_frames, run_lengths, run_plan, run_which_card
+    from hf_memopt.cli.plan import ExportOptions, check_frames, run_frames, run_lengths, run_plan, run_which_card
     from hf_memopt.cli.speed import AmountOptions
-    from hf_memopt.data.what_for import find_use
-    from hf_memopt.estimator.spec_job import read_model
+    from hf_memopt.cli.words import check_words
+    from hf_memopt.data.sources import local_path
     from hf_memopt.foreign.source import is_source
     from hf_memopt.hardware.host_memory import HostMemory
-    from hf_memopt.job.spec import JobSpec
+    from hf_memopt.hub_names import hub_name
+    from hf_memopt.presets import METHODS
 
     answer_for(stack)
     any_card, longest = hardware.lower() == ANY, seq_len == "max"
@@ -167,9 +170,18 @@ def plan(
     estimated = {"--hardware any": any_card, "--frames max": frames, "--seq-len max": longest, "--export": export}
     for name in (name for name, value in estimated.items() if quick and value):
         raise InputError(f"--quick is for a first answer about one card, and {name} needs estimates: leave one out")
+    if frames is not None:
+        check_frames(frames)
     if frames is not None and task is not None:
         raise InputError(f"--frames max counts the frames of videos: leave --task {task} out")
-    one_card = {"--memory": memory, "--strategy": strategy, "--export": export, "--price": price, "--dataset": dataset}
+    one_card = {
+        "--world-size": world_size,
+        "--memory": memory,
+        "--strategy": strategy,
+        "--export": export,
+        "--price": price,
+        "--dataset": dataset,
+    }
     for name in (name for name, value in one_card.items() if any_card and value is not None):
         raise InputError(f"{name} belongs to one card: name it with --hardware, or leave {name} out")
     unused = {
@@ -187,43 +199,61 @@ def plan(
     of_settings = {"--memory": memory, "--host-memory": host_memory, "--export": export, "--dataset": dataset}
     for name in (name for name, value in of_settings.items() if frames is not None and value is not None):
         raise InputError(f"--frames max counts the frames of one device's whole memory: leave {name} out")
-    use = None
     if dataset and is_source(model):
         raise InputError("--dataset: the file names its own data; for the time, say --samples")
     if dataset:
-        asked = read_model(JobSpec(model=model))
-        use = find_use(dataset, task, with_media=asked.video is not None)
-    if use is not None:
-        use.check_model(dataset, asked)
-        task = use.task
-        if use.samples and samples is None and tokens is None:
-            samples = str(use.samples)
-    amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
-    cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
+        dataset = hub_name(dataset)
+        local_path(dataset)
     spec, source = read_job(
         model,
         "any",
         settings,
         hardware=hardware,
+        world_size=world_size,
         **({} if longest else {"seq_len": seq_len}),
         effective_batch_size=effective_batch_size,
         method=method,
         strategy=strategy,
-        memory=memory and int(memory * GIB),
-        host_memory=host_memory and HostMemory(int(host_memory * GIB), "--host-memory", assumed=False),
+        memory=memory,
+        host_memory=host_memory and HostMemory(host_memory, "--host-memory", assumed=False),
         task=task,
     )
-    spec = replace(spec, dataset=dataset, quick=quick)
     if source is not None:
         if export:
             raise InputError("--export writes files of the recipes: hf-memopt migrate FILE DIR does so of a file")
         spec = left_open(spec)
+    AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price).read()
+    spec = check_words(replace(spec, dataset=dataset, quick=quick), (*METHODS, "any"))
+    if use := _use_of(spec):
+        spec = replace(spec, task=use.task)
+        if use.samples and samples is None and tokens is None:
+            samples = str(use.samples)
+    amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
+    cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
     if not any_card:
         cards.refuse()
     if any_card:
         raise typer.Exit(run_which_card(spec, cards, json))
     if frames is not None:
-        raise typer.Exit(run_frames(spec, frames, json))
+        raise typer.Exit(run_frames(spec, json))
     if longest:
         raise typer.Exit(run_lengths(spec, json))
     raise typer.Exit(run_plan(spec, ExportOptions(export, overwrite, profile), amount, json, verbose, source))
+
+
+def _use_of(spec):
+    """What the data set of a job trains a model for; None without one, and of what is read when the job runs.
+
+    Raises:
+        InputError: its rows do not train this model.
+    """
+    if not spec.dataset:
+        return None
+    from hf_memopt.data.what_for import find_use
+    from hf_memopt.estimator.spec_job import read_model
+
+    asked = read_model(spec)
+    use = find_use(spec.dataset, spec.task, with_media=asked.video is not None)
+    if use is not None:
+        use.check_model(spec.dataset, asked)
+    return use

@@ -103,11 +103,13 @@ def _duration() -> dict[str, Any]:
 def _dry_run() -> dict[str, Any]:
     from hf_memopt.estimator.suggestions import Saving
 
-    return _object(**_estimate()["properties"], duration=_duration(), levers=_list(_object(**_properties(Saving))))
+    devices = {"hardware": _TEXT, "devices": _INTEGER}
+    savings = _list(_object(**_properties(Saving)))
+    return _object(**_estimate()["properties"], **devices, duration=_duration(), levers=savings)
 
 
 def _estimate_command() -> dict[str, Any]:
-    return _object(**_dry_run()["properties"], preset=_or_none(_TEXT), dtype=_TEXT)
+    return _object(**_dry_run()["properties"], model=_TEXT, method=_TEXT, preset=_or_none(_TEXT), dtype=_TEXT)
 
 
 def _plan() -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The settings of `--set KEY=VALUE`: fields of Hugging Face's configurations, and the few of this project's."""
 
+import re
 from typing import Any
 
-from hf_memopt.errors import InputError, brief, choose
+from hf_memopt.errors import InputError, brief, choose, respell
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
@@ -62,6 +63,7 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
         key, equals, text = setting.partition("=")
         if not equals:
             raise InputError(f"--set {setting}: write it as KEY=VALUE")
+        key = "_".join(re.split(r"[\s-]+", key.strip().lower()))
         prefix, dot, name = key.partition(".")
         if dot and prefix not in _PREFIXES:
             raise InputError(f"--set {setting}: only lora., quantization. and model. have keys of their own")
@@ -70,6 +72,7 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
         if groups[group].setdefault(place, value) != value:
             raise InputError(f"--set {setting}: {key} is {brief(groups[group][place])} already; set it once")
     own = fit(_OWN, groups["own"], "--set ")
+    own |= {"dtype": respell("dtype", own["dtype"], (*DTYPES, "auto"))} if "dtype" in own else {}
     if own.get("dtype") is not None and own["dtype"] not in (*DTYPES, "auto"):
         raise choose("dtype", own["dtype"], (*DTYPES, "auto"))
     return {

@@ -1,16 +1,22 @@
 """Usage errors of the commands as one sentence: what was meant by an option or command that there is not."""
 
 import re
+import shlex
+import sys
 
 from hf_memopt.errors import closest
 from hf_memopt.other_names import meant_by
 
 _UNKNOWN = re.compile(r"No such (option|command):? ?'?(?:--)?([^\s']+)")  # click's and typer's own words
 
+_EXTRA = re.compile(r"Got unexpected extra argument\S* \((.*)\)")
+
 
 def usage_sentence(error) -> str:
     """The sentence for one of click's usage errors, whose own "possible options" are near in letters only."""
     message = error.format_message()
+    if extra := _EXTRA.fullmatch(message):
+        return _unquoted(extra[1].split(), sys.argv[1:]) or message
     if not (unknown := _UNKNOWN.match(message)):
         return message
     kind, name = unknown.groups()
@@ -30,3 +36,14 @@ def usage_sentence(error) -> str:
     if "--set" in options:
         return f"{sentence} Settings of the training are written --set {name.replace('-', '_')}=VALUE."
     return f"{sentence} Options: {', '.join(options)}."
+
+
+def _unquoted(extra: list[str], argv: list[str]) -> str | None:
+    """The sentence about words that belong to the value before them; None where nothing stands before."""
+    places = [place for place in range(1, len(argv)) if argv[place : place + len(extra)] == extra]
+    if not places or argv[places[-1] - 1].startswith("-"):
+        return None
+    place = places[-1]
+    option = argv[place - 2] if place > 1 and argv[place - 2].startswith("--") else ""
+    value = shlex.quote(" ".join([argv[place - 1], *extra]))
+    return f"{' '.join(extra)!r} stands alone: quote a value of several words, {option} {value}".replace(",  ", ", ")

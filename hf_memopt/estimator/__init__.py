@@ -1,7 +1,21 @@
-"""Predicted peak memory: the real Trainer's step on fake tensors, followed storage by storage."""
+"""Predicted peak memory: the real Trainer's step on fake tensors, followed storage by storage.
 
-from hf_memopt.estimator.api import estimate, estimate_trainer
-from hf_memopt.estimator.architectures import list_architectures
-from hf_memopt.estimator.result import Estimate
+The names are resolved on first use: tables of this package are read without an import of torch.
+"""
 
-__all__ = ["Estimate", "estimate", "estimate_trainer", "list_architectures"]
+from importlib import import_module
+
+_HOME = {
+    "Estimate": "hf_memopt.estimator.result",
+    "estimate": "hf_memopt.estimator.api",
+    "estimate_trainer": "hf_memopt.estimator.api",
+    "list_architectures": "hf_memopt.estimator.architectures",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'hf_memopt.estimator' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

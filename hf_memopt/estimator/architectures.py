@@ -1,6 +1,7 @@
 """A model's configuration from a hub id, a path or the name of a bundled architecture."""
 
 import difflib
+import os
 import re
 import tomllib
 from dataclasses import dataclass, field
@@ -11,9 +12,12 @@ from hf_memopt.errors import InputError, as_input_error, brief, one_line
 from hf_memopt.estimator.model_sizes import check_sizes
 from hf_memopt.field_values import check_value
 from hf_memopt.files import check_links
+from hf_memopt.hub_names import hub_name, is_cached, why_no_hub
 from hf_memopt.other_names import plain_word
 
 _FOLDER = Path(__file__).parent / "architectures"
+_PATH = re.compile(r"[./~\\]|[A-Za-z]:\\|.*\\|.*\.json$")  # what only a path begins or ends with
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 
 
 def list_architectures() -> list[str]:
@@ -28,7 +32,7 @@ def is_bundled(path: Path) -> bool:
 
 def is_bundled_id(model: str) -> bool:
     """True if a name or hub id is a bundled architecture's, or one of the same sizes."""
-    return model.lower() in _names()
+    return _find(model) is not None
 
 
 def load_config(model):
@@ -50,29 +54,69 @@ def load_config(model):
     return config
 
 
-def _named_config(model):
+def read_name(model: str) -> str:
+    """A model's name as it is looked up: of a hub page's address its hub id; of a bundled name in another spelling
+    ("Qwen3 8B") the bundled one. Judged from the words alone, without an import of transformers.
+
+    Raises:
+        InputError: a path where nothing is, or a name that is neither bundled nor a hub id.
+    """
     check_value("model", str, model)
+    name = hub_name(str(model))
+    if not name.strip():
+        raise _unknown(model, "no name")
     try:
-        exists, bundled = Path(model).exists(), _names().get(str(model).lower())
-    except (OSError, ValueError) as error:  # a name that no file can have
-        raise InputError(f"model {brief(str(model))}: {one_line(error)[:80]}") from error
-    if bundled and not exists:
+        if Path(name).expanduser().exists():
+            return os.path.expanduser(name)
+    except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have
+        raise InputError(f"model {brief(name)}: {one_line(error)[:80]}") from error
+    if _PATH.match(name) or name.count("/") > 1:
+        raise InputError(f"model {brief(name)}: no such file or folder (looked in {Path.cwd()})")
+    if bundled := _find(name):
+        return name if name.lower() in _names() else bundled.name
+    if not _HUB_ID.fullmatch(name):
+        raise _unknown(model, "no such folder or hub id")
+    return name
+
+
+def _find(name: str) -> "_Bundled | None":
+    """The bundled architecture of a name in any case, and with any separators between its letters and numbers."""
+    return _names().get(str(name).lower()) or _spelled().get(_parts(name))
+
+
+def _named_config(model):
+    name = read_name(model)
+    bundled = _find(name)
+    if bundled and not Path(name).exists():
         config = read_config(bundled.path)
         config.update(bundled.fields)
         return config
-    if exists or "/" in str(model):
-        try:
-            return read_config(model)
-        except OSError as error:
-            raise _unknown(model, one_line(error)) from error
-    raise _unknown(model, "no such folder or hub id")
+    reason = None if Path(name).exists() else why_no_hub()
+    check_reachable(name)
+    try:
+        return read_config(name, local_files_only=reason is not None)
+    except OSError as error:
+        raise _unknown(model, one_line(error)) from error
 
 
-def read_config(model, trust_remote_code: bool = False):
+def check_reachable(model: str) -> None:
+    """Refuse a hub id that is not in the cache while the hub cannot be asked.
+
+    Raises:
+        InputError: it says why, and which bundled names are near.
+    """
+    if _find(model) or Path(model).exists() or is_cached(model):
+        return
+    if reason := why_no_hub():
+        raise _unknown(model, f"not in this machine's cache, and {reason}")
+
+
+def read_config(model, trust_remote_code: bool = False, local_files_only: bool = False):
     """The configuration of a hub id, a folder or a config.json, with checked sizes.
 
     Args:
         trust_remote_code: run code that comes with the model (None would have transformers ask on stdin).
+        local_files_only: ask nothing of the hub.
 
     Raises:
         InputError: it is not a configuration, or needs code that must not be run.
@@ -85,7 +129,7 @@ def read_config(model, trust_remote_code: bool = False):
     try:
         if Path(model).is_dir():
             check_links(Path(model))
-        content, _ = PretrainedConfig.get_config_dict(model)
+        content, _ = PretrainedConfig.get_config_dict(model, local_files_only=local_files_only)
         kind = content.get("model_type")
         if "AutoConfig" in (content.get("auto_map") or {}) and kind not in CONFIG_MAPPING and not trust_remote_code:
             raise InputError(
@@ -95,7 +139,9 @@ def read_config(model, trust_remote_code: bool = False):
             )
         check_value("architectures", list[str] | None, content.get("architectures"), f"{where}: ")
         check_sizes(content, where)
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            model, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
     except (InputError, OSError):
         raise
     except Exception as error:  # configuration classes raise anything for values that they refuse
@@ -109,11 +155,13 @@ class _Bundled:
     Attributes:
         path: the file with the sizes.
         hub_id: of the model that was named.
+        name: that it is printed by.
         fields: of its config.json that differ from the file's.
     """
 
     path: Path
     hub_id: str
+    name: str
     fields: dict[str, int] = field(default_factory=dict)
 
 
@@ -123,25 +171,42 @@ def _names() -> dict[str, _Bundled]:
     names, sources = {}, {}
     for path in sorted(_FOLDER.glob("*.json")):
         source = re.search(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", path.read_text(encoding="utf-8"))
-        names[path.stem] = _Bundled(path, source[1] if source else path.stem)
+        names[path.stem] = _Bundled(path, source[1] if source else path.stem, path.stem)
     for model in list(names.values()):
         sources[model.hub_id] = model
     for group in tomllib.loads((_FOLDER / "instruct.toml").read_text(encoding="utf-8")).values():
         for base, hub_id in group.pop("models").items():
-            sources[hub_id] = names[f"{base}-instruct"] = _Bundled(_FOLDER / f"{base}.json", hub_id, group)
+            name = f"{base}-instruct"
+            sources[hub_id] = names[name] = _Bundled(_FOLDER / f"{base}.json", hub_id, name, group)
     for hub_id, model in sources.items():
         for name in (hub_id.lower(), hub_id.lower().split("/")[-1]):
             names.setdefault(name, model)
     same_sizes = tomllib.loads((_FOLDER.parent / "same_sizes.toml").read_text(encoding="utf-8"))
     for base, copies in same_sizes.items():
         for hub_id in copies:
-            names.setdefault(hub_id.lower(), _Bundled(_FOLDER / f"{base}.json", hub_id))
+            copy = _Bundled(_FOLDER / f"{base}.json", hub_id, hub_id)
+            for name in (hub_id.lower(), hub_id.lower().split("/")[-1]):
+                names.setdefault(name, copy)
     return names
+
+
+@cache
+def _spelled() -> dict[tuple[str, ...], _Bundled]:
+    """Letters and numbers of a name -> what it stands for, where that is one model."""
+    spelled: dict[tuple[str, ...], set[str]] = {}
+    for name, bundled in _names().items():
+        spelled.setdefault(_parts(name), set()).add(bundled.hub_id)
+    return {_parts(name): bundled for name, bundled in _names().items() if len(spelled[_parts(name)]) == 1}
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Letters and numbers, in order: the same of "Qwen2.5 VL-7B" and "qwen2.5vl-7b", and others of "qwen-257b"."""
+    return tuple(re.findall(r"[a-z]+|\d+", str(name).lower()))
 
 
 def hub_id(model: str) -> str:
     """The hub id of a bundled architecture; any other name as it is."""
-    bundled = _names().get(str(model).lower())
+    bundled = _find(model)
     return bundled.hub_id if bundled and not Path(model).exists() else str(model)
 
 

@@ -1,13 +1,10 @@
 """The time and the cost of so many tokens at a predicted speed."""
 
 import math
-import re
 from dataclasses import dataclass
 
 from hf_memopt.errors import InputError, brief
-
-_SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", re.IGNORECASE)
+from hf_memopt.units import read_number
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,7 @@ def parse_count(text: str) -> int:
     Raises:
         InputError: it is not one, or less than 1.
     """
-    match = _COUNT.fullmatch(text.strip())
-    number = float(re.sub("[_,]", "", match[1])) * _SCALES[match[2].lower()] if match else 0.0
+    number = read_number(text) or 0.0
     if not 1 <= number < 1e18:
         raise InputError(f"{brief(text)} must be a number such as 300k, 10M, 2.5B or 1000000")
     return round(number)

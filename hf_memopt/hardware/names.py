@@ -143,7 +143,9 @@ def _readings(text: str, devices: Mapping) -> Iterator[tuple[str, int]]:
     if (found := _BARE_COUNT.fullmatch(plain)) and int(found["count"]) <= MOST_DEVICES:
         card, count = found["card"], int(found["count"])
         if any(_size_of(devices[key]) == count for key in candidates(card, devices)):
-            raise InputError(f"hardware={brief(text)}: {count} of them, or {count} GB? Write '{count}x {card}' or '{card}'")
+            raise InputError(
+                f"hardware={brief(text)}: {count} of them, or {count} GB? Write '{count}x {card}' or '{card}'"
+            )
         yield card, count
 
 

@@ -3,15 +3,18 @@
 What a search varies is a copy by dataclasses.replace().
 """
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from hf_memopt.errors import respell
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.levers.arguments import PLAN_PROFILES, MemoryArguments
-from hf_memopt.presets import Preset
+from hf_memopt.presets import DTYPES, METHODS, Preset
+from hf_memopt.presets.catalog import strategies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,14 @@ class JobSpec:
     streaming: bool = False
     quick: bool = False
     tool: Tool | None = None
+
+    def __post_init__(self) -> None:
+        known = {"method": (*METHODS, "any"), "strategy": strategies(), "dtype": (*DTYPES, "auto")}
+        for name, names in known.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, respell(name, value, names))
+        if isinstance(self.task, str) and not self.task.startswith("Auto"):  # a class of transformers
+            object.__setattr__(self, "task", "-".join(re.split(r"[\s_-]+", self.task.strip().lower())))
 
     @property
     def model_name(self) -> str:

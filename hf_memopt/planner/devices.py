@@ -11,21 +11,24 @@ from hf_memopt.presets.catalog import preset_name, strategies
 from hf_memopt.presets.preset import with_strategy
 
 
-def resolve_preset(hardware: str | Preset, method: str, strategy: str | None = None) -> Preset:
+def resolve_preset(
+    hardware: str | Preset, method: str, strategy: str | None = None, world_size: int | None = None
+) -> Preset:
     """The preset of one device, with the number of devices; strategy "none" leaves the engine open.
 
     Args:
         hardware: what get_preset() takes, alone or with a number of devices (rtx_4090x2, h100_80gb_x128, 2x3090), or a
             preset.
+        world_size: the number of devices, where the name has none.
 
     Raises:
-        InputError: no such hardware.
+        InputError: no such hardware, or another number in its name.
     """
     if strategy is not None and strategy not in strategies():
         raise choose("strategy", strategy, strategies())
     if isinstance(hardware, Preset):
         return hardware
-    name, devices = split_count(hardware)
+    name, devices = with_device_count(hardware, world_size)
     preset = preset_by_name(name, method, "none" if name == "auto" else None)
     preset = replace(preset, processes=devices, machines=_machines(devices))
     if strategy and strategy != "none":
@@ -51,6 +54,18 @@ def split_count(hardware: str) -> tuple[str, int]:
         return read_devices(hardware)
     preset = preset_by_name(name)
     return (name, 1) if preset.processes == 1 else (preset.hardware.name, preset.processes)
+
+
+def with_device_count(hardware: str, world_size: int | None) -> tuple[str, int]:
+    """split_count() of a name whose number may stand beside it.
+
+    Raises:
+        InputError: the numbers differ.
+    """
+    name, devices = split_count(hardware)
+    if devices > 1 and world_size not in (None, devices):
+        raise InputError(f"hardware={hardware} and world_size={world_size} differ: leave one out")
+    return name, world_size if devices == 1 and world_size else devices
 
 
 def _machines(devices: int) -> int:

@@ -36,7 +36,7 @@ def of_one_length(spec: JobSpec, methods: tuple[str, ...]) -> JobSpec:
     same step."""
     if len(methods) == 1 or spec.seq_len is not None:
         return spec
-    lengths = [resolve_preset(spec.hardware, method, spec.strategy).seq_len for method in methods]
+    lengths = [resolve_preset(spec.hardware, method, spec.strategy, spec.world_size).seq_len for method in methods]
     return replace(spec, seq_len=longest_sample(spec.config, max(lengths)))
 
 
@@ -58,7 +58,7 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
             f"sequence_parallel={spec.sequence_parallel}: plan searches jobs with whole samples; `hf-memopt estimate` "
             "predicts this one"
         )
-    preset = resolve_preset(spec.hardware, method, spec.strategy)
+    preset = resolve_preset(spec.hardware, method, spec.strategy, spec.world_size)
     if spec.tool:
         preset = spec.tool.settings(preset, spec)
     if spec.dtype:
@@ -74,6 +74,7 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
     limits = (spec.memory or preset.hardware.memory, spec.memory_args.max_memory_bytes)
     return replace(
         spec,
+        world_size=None,  # the preset's processes are they
         quantization=spec.quantization if method == "qlora" else dequantized(spec.config),
         lora=_adapted(spec),
         memory=min(filter(None, limits)),

@@ -11,7 +11,7 @@ from hf_memopt.compatibility.launch import launched_strategy, sequence_parallel_
 from hf_memopt.compatibility.setup import check
 from hf_memopt.engines.deepspeed import deepspeed_files
 from hf_memopt.engines.mesh import is_mesh
-from hf_memopt.errors import InputError, choose
+from hf_memopt.errors import InputError, choose, respell
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware, list_hardware
 from hf_memopt.hardware.allocator import configure_allocator
@@ -30,6 +30,7 @@ def list_presets() -> list[str]:
     return sorted(preset_names())
 
 
+@functools.cache
 def strategies() -> list[str]:
     """The strategies that a preset can be asked for with, beside tpN and hsdpN: none, ddp, FSDP2's and the shipped
     DeepSpeed files."""
@@ -73,7 +74,7 @@ def preset_by_name(
         processes: that tpN and hsdpN share a model over; by default the preset's own number.
     """
     check_value("preset", str, name)
-    _check_names(method, strategy)
+    method, strategy = _read_names(method, strategy)
     name = (None if described_text(name) else preset_name(name)) or name
     if name == "auto":
         configure_allocator()  # looking at the card starts CUDA
@@ -93,7 +94,7 @@ def plain_settings(device: Hardware, method: str = "full", strategy: str | None 
     Args:
         method, strategy: as for get_preset().
     """
-    _check_names(method, strategy)
+    method, strategy = _read_names(method, strategy)
     return Preset(
         name="",
         hardware=device,
@@ -109,12 +110,24 @@ def plain_settings(device: Hardware, method: str = "full", strategy: str | None 
     )
 
 
-def _check_names(method: str, strategy: str | None) -> None:
+def _read_names(method: str, strategy: str | None) -> tuple[str, str | None]:
     check_value("method", str, method)
     check_value("strategy", str | None, strategy)
+    method, strategy = respell("method", method, METHODS), strategy and respell("strategy", strategy, strategies())
     if method not in METHODS:
         raise choose("method", method, METHODS)
-    if strategy is not None and strategy not in strategies() and not is_mesh(strategy):
+    if strategy is not None:
+        check_strategy(strategy)
+    return method, strategy
+
+
+def check_strategy(strategy: str) -> None:
+    """Refuse what no engine is called.
+
+    Raises:
+        InputError: it names those that there are.
+    """
+    if strategy not in strategies() and not is_mesh(strategy):
         raise choose("strategy", strategy, [*strategies(), "tp8", "hsdp8"])
 
 
@@ -133,6 +146,7 @@ def _adapted(preset: Preset, strategy: str | None, precision: str | None, proces
         if processes and preset.engine.mesh(processes):
             preset = replace(preset, processes=processes)
         check(preset.setup())
+    precision = precision and respell("precision", precision, ("fp8",))
     if precision not in (None, "fp8"):
         raise choose("precision", precision, ("fp8",))
     if precision:

@@ -1,10 +1,10 @@
 """The fields of quantization configurations that a command line sets; BitsAndBytesConfig takes its own unchecked."""
 
-import inspect
 from typing import Any
 
 from hf_memopt.errors import InputError, choose
 from hf_memopt.field_values import fit
+from hf_memopt.stack.declared import declared_parameters
 
 # BitsAndBytesConfig.__init__ (transformers 5.23) has no annotations, looks a dtype's name up in torch by getattr, and
 # leaves the values of the other fields to bitsandbytes.
@@ -36,9 +36,7 @@ def check_quantization(quantization: dict[str, Any]) -> dict[str, Any]:
     """
     if not quantization:
         return {}
-    from transformers import BitsAndBytesConfig
-
-    fields = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"} | {"dequantize"}
+    fields = declared_parameters("BitsAndBytesConfig") | {"dequantize"}
     for key in quantization.keys() - fields:
         raise choose("key of quantization", str(key), fields)
     fitted = fit(_HINTS, quantization, "quantization.")

@@ -3,14 +3,17 @@
 import argparse
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_memopt.compatibility.foreign_files import foreign_tool
 from hf_memopt.data.sources import USUAL_HELD_OUT
-from hf_memopt.errors import InputError, as_input_error, brief, choose, one_line
-from hf_memopt.field_values import fit, hints_of
-from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.errors import InputError, as_input_error, brief, choose, one_line, respell
+from hf_memopt.field_values import fit, hints_of, read_field
+from hf_memopt.hub_names import hub_name
+from hf_memopt.levers.arguments import PLAN_PROFILES, MemoryArguments
+from hf_memopt.presets import DTYPES, METHODS
 from hf_memopt.presets.quantization import check_4bit, check_quantization
 from hf_memopt.stack.versions import EVERY_N_LAYERS, OFFLOADED_INPUTS, has
 from hf_memopt.stack.vocabulary import RENAMED, argument_hints, newest
@@ -143,7 +146,7 @@ def parse(
         from_file = _read(given["config"], actions, hints)
         nested = {name: {**from_file.pop(name, {}), **nested[name]} for name in _NESTED}
         given = {**_without_third(from_file, given), **given}
-    given = newest(given)
+    given = _as_known(newest(given))
     named = frozenset(given)
     profile = own.profile_of(given) if hasattr(own, "profile_of") else {}
     given = {**{name: value for name, value in profile.items() if name not in BATCH}, **given}
@@ -163,6 +166,20 @@ def parse(
         given=named,
         profile=profile,
     )
+
+
+def _as_known(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with names that people write in several ways as the libraries take them."""
+    from hf_memopt.estimator.architectures import hub_id, read_name
+
+    known = {"method": METHODS, "profile": PLAN_PROFILES, "dtype": DTYPES}
+    spelled = {name: respell(name, given[name], names) for name, names in known.items() if given.get(name)}
+    models = {
+        name: hub_id(read_name(given[name])) for name in ("model_name_or_path", "config_name") if given.get(name)
+    }
+    if given.get("dataset_name"):
+        spelled["dataset_name"] = hub_name(given["dataset_name"])
+    return {**given, **spelled, **models}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -199,9 +216,23 @@ def _parser(description: str, own: type, kind: type) -> argparse.ArgumentParser:
     for action in parser._actions:
         action.default = argparse.SUPPRESS  # so that only what was given appears
         action.required = False
+        if action.type in (int, float):
+            action.type = _reader(action.dest, action.type)
         if action.dest in getattr(own, "OR_NONE", ()):
             action.type = _or_none(action.type)
     return parser
+
+
+def _reader(name: str, kind: type) -> Callable[[str], int | float]:
+    """A number as people write it for an argument: 2k, 1e-4, 2,048."""
+
+    def read(text: str) -> int | float:
+        if (number := read_field(name, kind, text)) is None:
+            raise ValueError(text)
+        return number
+
+    read.__name__ = kind.__name__
+    return read
 
 
 def _or_none(kind):

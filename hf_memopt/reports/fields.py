@@ -156,7 +156,7 @@ REPORT = objects(
     preset=TEXT,
     method=TEXT,
     strategy=TEXT,
-    hardware=objects(label=TEXT, memory_bytes=BYTES),
+    hardware=objects(label=TEXT, memory_bytes=BYTES, devices=COUNT),
     versions=mappings(LABEL),
     settings=mappings(ANYTHING),
     memory_arguments=objects(

@@ -215,12 +215,19 @@ def _verdict(run: Run, failed) -> str:
     measured = figures(run)
     peak = measured["peak_allocated_bytes"]
     shown = peak or max((reading["peak_allocated"] for reading in run.readings), default=None)
-    verdict = f"Ran {measured['steps'] or 0} steps. Peak {size(shown)} allocated, measured"
+    verdict = f"Ran {measured['steps'] or 0} steps{_job(run.report)}. Peak {size(shown)} allocated, measured"
     if peak and (predicted := measured["predicted_peak_allocated_bytes"]):
         verdict += f"; predicted {size(predicted)} ({_signed(predicted / peak - 1, 1)})"
     if recovered := measured["recovered_out_of_memory"]:
         return f"{verdict}. Recovered from running out of memory {recovered} time{'s' * (recovered > 1)}."
     return f"{verdict}."
+
+
+def _job(report: dict[str, Any]) -> str:
+    """The model, and the devices that it ran on."""
+    model, hardware = report.get("model"), report.get("hardware", {})
+    devices = f"{hardware['devices']} × " if (hardware.get("devices") or 1) > 1 else ""
+    return (f" of {model}" if model else "") + (f" on {devices}{hardware['label']}" if hardware.get("label") else "")
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

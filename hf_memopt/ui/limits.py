@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
-from hf_memopt.errors import InputError, brief, choose
+from hf_memopt.errors import InputError, brief, choose, respell
+from hf_memopt.estimator.architectures import is_bundled_id
 from hf_memopt.hardware import list_hardware
+from hf_memopt.hardware.catalog import read_devices
+from hf_memopt.hub_names import hub_name
 from hf_memopt.presets import METHODS
 from hf_memopt.ui.question import Question
 from hf_memopt.units import GIB
@@ -14,7 +16,7 @@ _HUB_ID = re.compile(
     r"[A-Za-z0-9][\w-]{0,95}(\.[\w-]{1,40}){0,5}/[A-Za-z0-9][\w-]{0,95}(\.[\w-]{1,40}){0,5}", re.ASCII
 )
 _VALUE = re.compile(r"[A-Za-z0-9][\w.+-]{0,40}", re.ASCII)  # neither a path nor JSON
-_DEVICES = re.compile(r"([a-z0-9_]{1,60}?)(?:x([1-9]\d{0,2}))?", re.ASCII)
+_WORDS = re.compile(r"[A-Za-z0-9_ ×*-]{1,80}")
 _LONGEST_SAMPLE = 2**20  # tokens
 _MOST_SETTINGS = 20
 # Settings that change memory and neither name a file nor write or send anything.
@@ -53,26 +55,20 @@ class Limits:
     public: bool = False
 
 
-def bundled_models() -> list[str]:
-    """Names of the bundled architectures, sorted, without an import of torch."""
-    return sorted(file.stem for file in (Path(__file__).parents[1] / "estimator" / "architectures").glob("*.json"))
-
-
 def check_public(question: Question) -> None:
     """Let through what strangers may ask.
 
     Raises:
         InputError: a path, an unknown card or method, too long a sample, or a setting that is not in SETTINGS.
     """
-    if question.model not in bundled_models() and not _HUB_ID.fullmatch(question.model):
+    if not is_bundled_id(question.model) and not _HUB_ID.fullmatch(hub_name(question.model)):
         raise InputError(
             f"model {brief(question.model)}: give a bundled model's name or a hub id, as in Qwen/Qwen3-8B"
         )
-    hardware = _DEVICES.fullmatch(question.hardware)
-    # A name may itself end in x and a number: the whole is looked up first.
-    if question.hardware not in list_hardware() and (not hardware or hardware[1] not in list_hardware()):
+    if not _WORDS.fullmatch(question.hardware):  # neither a path nor JSON
         raise choose("hardware", question.hardware[:100], list_hardware())
-    if question.method not in ("any", *METHODS):
+    read_devices(question.hardware)
+    if respell("method", question.method, ("any", *METHODS)) not in ("any", *METHODS):
         raise choose("method", question.method[:100], ("any", *METHODS))
     for name in ("tokens", "price"):
         if (amount := getattr(question, name)) and not _VALUE.fullmatch(amount):

@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 import gradio as gr
 from starlette.middleware import Middleware
 
-from hf_memopt.errors import InputError, brief, choose
+from hf_memopt.errors import InputError, brief, choose, respell
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import list_hardware
 from hf_memopt.presets import METHODS
 from hf_memopt.ui.answer import ask
-from hf_memopt.ui.limits import Limits, bundled_models
-from hf_memopt.ui.question import Question
+from hf_memopt.ui.limits import Limits, list_architectures
+from hf_memopt.ui.question import Question, read_length
 from hf_memopt.ui.requests import SmallRequests
 from hf_memopt.ui.shown import show_error, show_estimate, show_plan
 
@@ -62,7 +62,7 @@ def build_page(limits: Limits) -> gr.Blocks:
         gr.Markdown("# Does it fit?\nThe memory of a Hugging Face training job, predicted before it runs.")
         with gr.Row():
             model = gr.Dropdown(
-                bundled_models(),
+                list_architectures(),
                 value="llama-3.1-8b",
                 label="Model",
                 info="A name or a hub id",
@@ -168,7 +168,9 @@ def _question(model, card, method, length, tokens, price, features, others) -> Q
         check_value(name, str | None, value)
         if not value:
             raise InputError(f"{name}: choose one")
-    if method not in (known := ("any", *METHODS)):
+    check_value("method", str | None, method)
+    method = respell("method", method, known := ("any", *METHODS))
+    if method not in known:
         raise choose("method", brief(method), known)
     for name, value in (("tokens to train on", tokens), ("price", price)):
         check_value(name, str | None, value)
@@ -177,18 +179,9 @@ def _question(model, card, method, length, tokens, price, features, others) -> Q
         raise choose("memory feature", unknown[0], _FEATURES)
     check_value("other settings", str | None, others)
     settings = [_FEATURES[name] for name in features or ()] + (others or "").split()
+    seq_len = read_length("" if length is None else str(length), "tokens per sample")
     amount = {"tokens": (tokens or "").strip(), "price": (price or "").strip()}
-    return Question(
-        model=model, hardware=card, method=method, seq_len=_tokens(length), settings=tuple(settings), **amount
-    )
-
-
-def _tokens(typed) -> int | None:
-    """The number of a field that may be empty."""
-    text = "" if typed is None else str(typed).strip()
-    if text and not (text.isascii() and text.isdecimal() and 0 < int(text[:10]) < 10**9 and len(text) < 10):
-        raise InputError(f"tokens per sample={brief(typed)} must be a whole number above 0, or empty for the preset's")
-    return int(text) if text else None
+    return Question(model=model, hardware=card, method=method, seq_len=seq_len, settings=tuple(settings), **amount)
 
 
 def _ask(question: Question, command: str, limits: Limits, folder: Path) -> tuple[str, list[Path]]:

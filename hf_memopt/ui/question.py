@@ -4,8 +4,26 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlencode
 
 from hf_memopt.errors import InputError, brief
+from hf_memopt.units import read_number
 
 _AMOUNTS = ("tokens", "price")
+
+
+def read_length(text: str, where: str) -> int | None:
+    """A number of tokens as people write it, 2048 or 2k; None of an empty text.
+
+    Args:
+        where: begins an error's message.
+
+    Raises:
+        InputError: another text, a fraction, or a number that no sample has.
+    """
+    if not text.strip():
+        return None
+    tokens = read_number(text, thousand=1024)
+    if tokens is None or tokens != int(tokens) or not 0 < tokens < 10**9:
+        raise InputError(f"{where}={brief(text)} must be a whole number above 0, as in 2048 or 2k")
+    return int(tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +65,9 @@ class Question:
             )
         if not fields.get("model"):
             raise InputError("link: name the model, as in model=llama-3.1-8b")
-        length = fields.pop("seq_len", None)
-        if length is not None and not (length.isascii() and length.isdecimal() and len(length) < 10):
-            raise InputError(f"link: seq_len={brief(length)} is not a number of tokens")
+        length = read_length(fields.pop("seq_len", None) or "", "link: seq_len")
         settings = tuple(value for name, value in pairs if name == "set")
-        return cls(**fields, seq_len=int(length) if length else None, settings=settings)
+        return cls(**fields, seq_len=length, settings=settings)
 
     def to_query(self) -> str:
         """The query string of a link that asks this."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_memopt.charts import COLOURS
 from hf_memopt.estimator.duration import predicted_within, time_text, two_digits
+from hf_memopt.hardware.catalog import catalog
 from hf_memopt.units import size
 
 
@@ -24,10 +25,11 @@ def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
     """
     needed, capacity = estimate["device_bytes"], estimate["capacity_bytes"]
     verdict = {True: "Yes, it fits", False: "No, it does not fit", None: "Capacity unknown"}[estimate["fits"]]
+    job = f"{estimate['model']}, {estimate['method']}, on {_devices(estimate)}"
     of = f" of {size(capacity)}" if capacity else ""
     tone = "no" if estimate["fits"] is False else "yes"
     parts = [
-        f'<p class="memopt-{tone}" role="status"><strong>{verdict}</strong>: {size(needed)}{of} '
+        f'<p class="memopt-{tone}" role="status"><strong>{verdict}</strong>: {escape(job)}: {size(needed)}{of} '
         f"at the peak, in {escape(estimate['phase'])}.</p>",
         _speed(estimate, estimate["duration"]),
         _bars(estimate["breakdown"] | {"context and allocator": needed - sum(estimate["breakdown"].values())}),
@@ -41,6 +43,12 @@ def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
         parts.append(f'<div class="memopt-wide" role="region" aria-label="Timeline" tabindex="0">{image}</div>')
     parts += [f"<p><small>{escape(note)}</small></p>" for note in estimate["notes"]]
     return "".join(parts)
+
+
+def _devices(answer: dict[str, Any]) -> str:
+    """The card as it was understood, and how many."""
+    label = catalog()[answer["hardware"]].label if answer["hardware"] in catalog() else answer["hardware"]
+    return f"{answer['devices']} × {label}" if answer["devices"] > 1 else label
 
 
 def _speed(estimate: dict[str, Any], took: dict[str, Any] | None) -> str:
@@ -75,15 +83,16 @@ def _changes(levers: list[dict[str, Any]]) -> str:
 
 def show_plan(plan: dict[str, Any]) -> str:
     """Show the answer of plan, from its JSON."""
+    job = f"{plan['model']} on {_devices(plan)}"
     if not plan["profiles"]:
         missing = plan.get("missing_bytes")
         missing_text = f"; {size(missing)} are missing" if missing else ""
         if not plan["nearest"]:
             return show_error(
-                f"No, nothing fits{missing_text}. Try a shorter length, a smaller model or a larger card."
+                f"No: {job}: nothing fits{missing_text}. Try a shorter length, a smaller model or a larger card."
             )
         changes = "".join(f"<li>{escape(change)}</li>" for change in plan["nearest"])
-        return show_error(f"No, nothing fits{missing_text}.") + f"<p>It would with:</p><ul>{changes}</ul>"
+        return show_error(f"No: {job}: nothing fits{missing_text}.") + f"<p>It would with:</p><ul>{changes}</ul>"
     same: dict[str, list[dict[str, Any]]] = {}  # profiles that settled for the same settings share a row
     for profile in plan["profiles"]:
         same.setdefault(profile["settings"], []).append(profile)
@@ -99,7 +108,7 @@ def show_plan(plan: dict[str, Any]) -> str:
     title = f"The fastest settings that fit: {plan['seq_len']} tokens, {plan['effective_batch_size']} samples a step"
     usual = next((one for one in plan["profiles"] if one["profile"] == "balanced"), plan["profiles"][0])
     return (
-        f'<p class="memopt-yes" role="status"><strong>Yes, with {escape(plan["method"])}</strong>: '
+        f'<p class="memopt-yes" role="status"><strong>Yes, with {escape(plan["method"])}</strong>: {escape(job)}: '
         f"{size(usual['estimate']['device_bytes'])} of {size(plan['usable_bytes'])}, {escape(usual['settings'])}.</p>"
         f"{_speed(usual['estimate'], plan['durations'][usual['profile']])}"
         + _table(title, ("profile", "settings", "memory", "tokens/s"), rows)

@@ -2,6 +2,8 @@
 
 import math
 
+from hf_memopt.errors import InputError
+
 
 def capped_size(height: int, width: int, max_pixels: int | None, multiple: int) -> tuple[int, int]:
     """The (height, width) to decode a frame to.
@@ -45,3 +47,15 @@ def smart_resize(
         stretch = math.sqrt(min_pixels / (frames * height * width))
         high, wide = (math.ceil(side * stretch / multiple) * multiple for side in (height, width))
     return high, wide
+
+
+def parse_frame_size(text: str) -> tuple[int, int]:
+    """Width and height of "640x360".
+
+    Raises:
+        InputError: any other form.
+    """
+    parts = str(text).lower().replace("×", "x").split("x")
+    if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise InputError(f"frame_size={text}: write width and height in pixels, as 640x360")
+    return int(parts[0]), int(parts[1])

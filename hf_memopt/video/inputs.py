@@ -9,7 +9,7 @@ import torch
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, choose
 from hf_memopt.video.collator import VideoCollator
-from hf_memopt.video.frame_sizes import capped_size
+from hf_memopt.video.frame_sizes import capped_size, parse_frame_size
 from hf_memopt.video.pixels import FAMILIES, Settings
 from hf_memopt.video.processor import TorchVideoProcessor, lower_shortest_edge, read_video_settings
 
@@ -200,18 +200,6 @@ def frozen_by_settings(settings: dict[str, Any]) -> tuple[str, ...]:
     """The parts that are not trained by `freeze_vision` (default true) and `freeze_projector` (default false)."""
     defaults = {"vision": True, "projector": False}
     return tuple(part for part, default in defaults.items() if settings.get(f"freeze_{part}", default))
-
-
-def parse_frame_size(text: str) -> tuple[int, int]:
-    """Width and height of "640x360".
-
-    Raises:
-        InputError: any other form.
-    """
-    parts = str(text).lower().replace("×", "x").split("x")
-    if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise InputError(f"frame_size={text}: write width and height in pixels, as 640x360")
-    return int(parts[0]), int(parts[1])
 
 
 def value_tensors(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from hf_memopt import charts
-from hf_memopt.cli.options import Json, at_least_one
+from hf_memopt.cli.options import Json, count
 from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.contrib.snapshots.snapshot_analysis import Snapshot, analyze_snapshot
 from hf_memopt.contrib.snapshots.snapshot_recording import KINDS
@@ -31,7 +31,7 @@ def snapshot(
             help="A file that --snapshot_steps, SnapshotCallback or torch.cuda.memory._dump_snapshot wrote."
         ),
     ],
-    top: Annotated[int, typer.Option(callback=at_least_one, help="How many blocks and modules to list.")] = 10,
+    top: Annotated[str, typer.Option(metavar="N", callback=count, help="How many blocks and modules to list.")] = "10",
     plot: Annotated[str | None, typer.Option(metavar="FILE.png|.html", help="Draw memory over time, by kind.")] = None,
     json: Json = False,
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.errors import InputError, choose
+from hf_memopt.errors import InputError, choose, respell
 from hf_memopt.estimator.trl_tasks import TRL_TASKS
 
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # name -> (shape, dtype)
@@ -124,15 +124,25 @@ TASKS = {
 }
 
 
+def named_tasks(name: str) -> list[str]:
+    """The tasks of TASKS that a name stands for.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    rows = {task: [task, row.auto_class, *row.pipelines] for task, row in TASKS.items()}
+    if named := [task for task, known in rows.items() if respell("task", name, known) in known]:
+        return named
+    raise choose("task", name, [*TASKS, *TRL_TASKS])
+
+
 def find_task(name: str, config) -> str:
     """The task of TASKS that a name stands for: its own, a pipeline's, or an auto class's.
 
     Raises:
         InputError: an unknown name, or a model type that has no model for the task.
     """
-    named = [task for task, row in TASKS.items() if name in (task, row.auto_class, *row.pipelines)]
-    if not named:
-        raise choose("task", name, [*TASKS, *TRL_TASKS])
+    named = named_tasks(name)
     for task in named:
         if TASKS[task].model_class(config) is not None:
             return task
