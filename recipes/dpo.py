@@ -27,6 +27,10 @@ from hf_memopt.program import run
 
 
 def main(argv: list[str] | None = None):
+    from hf_memopt.recipe.words import check_words
+
+    check_words("PreferenceArguments", "DPOConfig", argv)  # before the libraries, whose import takes seconds
+
     from hf_memopt.recipe import job as jobs
     from hf_memopt.recipe import preference, summary
     from hf_memopt.recipe.resume import checkpoint_to_resume

@@ -28,6 +28,10 @@ from hf_memopt.program import run
 
 
 def main(argv: list[str] | None = None):
+    from hf_memopt.recipe.words import check_words
+
+    check_words("RolloutArguments", "GRPOConfig", argv)  # before the libraries, whose import takes seconds
+
     from hf_memopt.errors import as_input_error
     from hf_memopt.recipe import job as jobs
     from hf_memopt.recipe import rollouts, summary

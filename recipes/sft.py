@@ -22,6 +22,10 @@ from hf_memopt.program import run
 
 
 def main(argv: list[str] | None = None):
+    from hf_memopt.recipe.words import check_words
+
+    check_words("AnswerArguments", "SFTConfig", argv)  # before the libraries, whose import takes seconds
+
     from hf_memopt.errors import as_input_error
     from hf_memopt.recipe import answers, summary
     from hf_memopt.recipe import job as jobs

@@ -59,6 +59,10 @@ def start(argv: list[str] | None):
 
 
 def main(argv: list[str] | None = None):
+    from hf_memopt.recipe.words import check_words
+
+    check_words("VideoArguments", "TrainingArguments", argv)  # before the libraries, whose import takes seconds
+
     from hf_memopt.recipe import job as jobs
     from hf_memopt.recipe import summary
     from hf_memopt.recipe import video as videos

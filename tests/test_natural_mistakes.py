@@ -91,15 +91,35 @@ def test_every_bundled_name_stands_for_its_own_file():
 
 @pytest.mark.parametrize("name", ["sft", "video_sft", "dpo", "grpo", "pretrain"])
 def test_no_argument_of_a_recipe_is_another_tools_word(name, recipe, monkeypatch):
-    """export refuses those words without asking the recipe's parser."""
+    """export refuses those words without asking the recipe's parser; and what is judged before it is what it knows."""
     from hf_memopt.other_names import meant_by
-    from hf_memopt.recipe import arguments
+    from hf_memopt.recipe import arguments, words
 
-    actions = {}
+    actions, known = {}, {}
     parser = arguments._parser
     monkeypatch.setattr(arguments, "_parser", lambda *given: actions.setdefault("parser", parser(*given)))
+    monkeypatch.setattr(words, "check_words", lambda own, kind, argv: known.update(words.known_arguments(own, kind)))
     with pytest.raises(InputError):
         recipe(name)(["--no_such_argument", "1"])
     names = {action.dest for action in actions["parser"]._actions}
-    assert len(names) > 100
+    assert len(names) > 100 and names == known.keys() - {"rung"}
     assert not [field for field in names if meant_by("argument", field, names) not in (None, field)]
+
+
+def test_fields_are_read_from_the_source_as_the_libraries_have_them():
+    import dataclasses
+
+    import peft
+    import transformers
+    import trl
+
+    from hf_memopt.stack.declared import declared_hints, declared_parameters, declared_values
+
+    kinds = [transformers.TrainingArguments, peft.LoraConfig]
+    kinds += [getattr(trl, f"{name}Config") for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")]
+    for kind in kinds:
+        assert declared_hints(kind.__name__).keys() == {item.name for item in dataclasses.fields(kind) if item.init}
+    assert "bnb_4bit_quant_type" in declared_parameters("BitsAndBytesConfig")
+    optimizers = transformers.training_args.OptimizerNames
+    assert declared_values("OptimizerNames") == [member.value for member in optimizers]
+    assert declared_hints("TrainingArguments")["max_steps"] is int

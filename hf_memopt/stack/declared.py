@@ -1,4 +1,4 @@
-"""Fields of the installed libraries' configurations, read from their source: names are judged without an import.
+"""Fields of configurations, of the installed libraries and the recipes, read from their source without an import.
 
 transformers, peft and TRL take seconds to import, and a misspelled setting needs none of them.
 """
@@ -24,6 +24,11 @@ _PLACES = {
     "RewardConfig": "trl/trainer/reward_config.py",
     "GRPOConfig": "trl/trainer/grpo_config.py",
     "RLOOConfig": "trl/trainer/rloo_config.py",
+    "RecipeArguments": "hf_memopt/recipe/arguments.py",
+    "AnswerArguments": "hf_memopt/recipe/answers.py",
+    "PreferenceArguments": "hf_memopt/recipe/preference.py",
+    "RolloutArguments": "hf_memopt/recipe/rollouts.py",
+    "VideoArguments": "hf_memopt/recipe/video.py",
 }
 _SIMPLE = {"int": int, "float": float, "str": str, "bool": bool}
 
