@@ -157,7 +157,7 @@ def test_an_exported_run_goes_on_from_its_checkpoint(jsonl, tmp_path):
     out = tmp_path / "run" / "out"
     done = run(*words, env={"MAIN_PROCESS_PORT": "0"})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "hsdp2, 2 process(es)" in done.stdout and "memory  not predicted: TRL's trainers" in done.stdout
+    assert "hsdp2, 2 processes" in done.stdout and "memory  not predicted: TRL's trainers" in done.stdout
     whole = _losses(out / "checkpoint-4")
     assert len(whole) == 4 and whole[-1] < whole[0]
     shutil.rmtree(out / "checkpoint-4")

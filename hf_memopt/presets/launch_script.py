@@ -98,4 +98,10 @@ def _comment(preset: Preset, recipe_command: list[str]) -> str:
 
 
 def _exports(preset: Preset) -> list[str]:
-    return [f'export {key}="${{{key}:-{value}}}"' for key, value in preset.environment.items()]
+    lines = [f'export {key}="${{{key}:-{value}}}"' for key, value in preset.environment.items()]
+    if preset.hardware.backend == "cpu":
+        # As many as accelerate 1.15 takes by itself, and warns of: physical cores, shared by the processes.
+        share = preset.processes // preset.machines
+        cores = f"import psutil; print(max(1, (psutil.cpu_count(logical=False) or 1) // {share}))"
+        lines.append(f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(python -c {shlex.quote(cores)})}}"')
+    return lines

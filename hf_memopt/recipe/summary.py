@@ -31,6 +31,7 @@ from hf_memopt.trainer.interrupt import TrainingInterrupted, TrainingTerminated
 from hf_memopt.units import size
 
 logger = logging.getLogger(__name__)
+_LINES = 40  # of the loss, in a run whose user set no logging_steps
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed", "av", "hf_memopt")
 
 
@@ -102,7 +103,7 @@ def _describe_job(job: Job, trainer, length: int) -> list[tuple[str, str]]:
         rows.append(("plan", job.planned.summary))
     return [
         *rows,
-        ("engine", f"{args.parallel_mode.value}, {_engine_label(job)}, {args.world_size} process(es)"),
+        ("engine", _describe_engine(job)),
         ("batch", batch),
         ("model", f"{job.model_name}: {total:,} parameters, {trainable:,} trained"),
         (
@@ -112,6 +113,14 @@ def _describe_job(job: Job, trainer, length: int) -> list[tuple[str, str]]:
         ),
         ("data", f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out"),
     ]
+
+
+def _describe_engine(job: Job) -> str:
+    count = job.args.world_size
+    processes = "1 process" if count == 1 else f"{count} processes"
+    return (
+        processes if resolve_engine(job.args).alone and not job.preset.mesh else f"{_engine_label(job)}, {processes}"
+    )
 
 
 def _describe_estimate(estimate) -> list[tuple[str, str]]:
@@ -178,13 +187,16 @@ def train(job: Job, trainer, resume: str | None, estimate, show: Callable | None
             remove_finished_run(job.args.output_dir)
         _train(job, trainer, resume, estimate)
         (show or sample)(job, trainer)
+        if job.args.process_index == 0:
+            print(f"next: {what_next(job.args.output_dir)}")
 
 
 def _train(job: Job, trainer, resume: str | None, estimate) -> None:
-    from hf_memopt.recipe.callbacks import GradientCheck, HeldOutLoss
+    from hf_memopt.recipe.callbacks import GradientCheck, HeldOutLoss, print_in_lines
     from hf_memopt.recipe.phase_peaks import PhasePeaks
 
     losses, peaks = HeldOutLoss(perplexity=trl_trainer(trainer) is None or tunes_answers(trainer)), PhasePeaks()
+    print_in_lines(trainer, most=None if "logging_steps" in job.given else _LINES)
     trainer.add_callback(losses)
     trainer.add_callback(GradientCheck())
     trainer.add_callback(peaks)
@@ -213,8 +225,6 @@ def _train(job: Job, trainer, resume: str | None, estimate) -> None:
         trainer.evaluate()
         config.use_cache = True
     finish(job, trainer, losses.by_step, estimate, peaks)
-    if job.args.process_index == 0:
-        print(f"next: {what_next(job.args.output_dir)}")
 
 
 def what_next(folder: str) -> str:
@@ -254,9 +264,10 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         measured["peak_allocated_bytes"] = peaks.bytes
     same_batch = predict_batch(job, trainer, estimated, peaks.batch)
     waited = trainer.data_wait_share
+    device = job.preset.hardware
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": {"label": job.preset.hardware.label, "memory_bytes": job.preset.hardware.memory},
+        "hardware": {"label": device.label, "memory_bytes": device.memory, "devices": job.args.world_size},
         "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
         "model": Path(job.model_name).name if Path(job.model_name).is_dir() else job.model_name,
         "command": " ".join(redact_argv(job.argv)),
@@ -346,6 +357,7 @@ def sample(job: Job, trainer) -> None:
         return
     tokenizer = trainer.processing_class
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    print("samples, of rows held out: the beginning → what the model adds")
     for row in held_out.take(job.recipe.samples):
         prompt = torch.tensor([_prompt(row)], device=model.device)
         with torch.no_grad():

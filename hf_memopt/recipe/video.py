@@ -322,6 +322,7 @@ def show_answers(job: Job, trainer) -> None:
     if args.process_index or held_out is None or not job.recipe.samples or sharded:
         return
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    print("samples, of rows held out: the right answer → the model's")
     for number in range(min(job.recipe.samples, len(held_out))):
         reply, expected = answer(model, trainer.processing_class.tokenizer, held_out[number])
         print(f"  {' '.join(expected.split())!r} → {' '.join(reply.split())!r}")
