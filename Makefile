@@ -77,6 +77,7 @@ bench: $(INSTALLED)
 	python benchmarks/planner_cpu.py
 	python benchmarks/predictions.py
 	python benchmarks/questions.py
+	python benchmarks/refusals.py
 	python benchmarks/quick_plans.py
 	python benchmarks/estimator_cpu.py
 	python benchmarks/estimator_model_types.py

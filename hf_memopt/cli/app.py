@@ -228,10 +228,11 @@ def advise(
     """Explain an out-of-memory error or a slow run, and what to change; exit code 1 if there is neither."""
     from hf_memopt.cli.advise import run_advise
     from hf_memopt.cli.settings import command_spec
+    from hf_memopt.cli.words import check_words
 
     job = None
     if model:
-        job = command_spec(settings, model=model, preset=preset, method=method, seq_len=seq_len)
+        job = check_words(command_spec(settings, model=model, preset=preset, method=method, seq_len=seq_len))
     raise typer.Exit(run_advise(source, job, json))
 
 

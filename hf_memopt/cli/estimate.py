@@ -51,6 +51,7 @@ def run_estimate(
     from hf_memopt.estimator.tracing.parallel import on_all_cores
     from hf_memopt.estimator.trainer_job import TrainerJob
 
+    working(f"reading the configuration of {spec.model}")  # of the hub, perhaps
     spec = settle_job(spec)
     preset, job = spec.preset, spec_job(spec)
     working(f"tracing the steps of {spec.model}")

@@ -9,7 +9,7 @@ from hf_memopt.cli.answer import command_lines, paragraph
 from hf_memopt.cli.cards import CardOptions, run_cards
 from hf_memopt.cli.estimate import import_libraries, settle_job
 from hf_memopt.cli.foreign import in_words, plan_edits
-from hf_memopt.cli.output import print_json, print_table, progress
+from hf_memopt.cli.output import print_json, print_table, progress, working
 from hf_memopt.cli.plan_printed import print_plan
 from hf_memopt.cli.speed import AmountOptions, to_dict
 from hf_memopt.errors import InputError, choose
@@ -62,6 +62,7 @@ def run_plan(
     import_libraries()
     from hf_memopt.planner.plan import plan_job
 
+    working(f"reading the configuration of {spec.model}")  # of the hub, perhaps
     plan = plan_job(spec, progress)
     written = _export(plan, export) if export.folder and plan.profiles else []
     keys, diff = plan_edits(source, plan.usual) if source and plan.profiles else ({}, "")
