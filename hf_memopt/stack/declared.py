@@ -48,7 +48,8 @@ def declared_hints(name: str) -> dict[str, Any]:
             if not hints:
                 return {}
     for item in body.body:
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+        is_field = isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        if is_field and "ClassVar" not in ast.unparse(item.annotation):
             hints[item.target.id] = _type(item.annotation)
     return hints
 
