@@ -7,6 +7,7 @@ import pytest
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.dry_run import caught_trainer
+from hf_memopt.estimator.launched import ScriptCommand
 
 SHAPE = {
     "hidden_size": 64,
@@ -56,7 +57,7 @@ def caught(script: str, hardware: str = "cpu", arguments=()):
     """The Trainer of a script that is written into the current folder."""
     with open("train.py", "w") as file:
         file.write(textwrap.dedent(script))
-    with caught_trainer("train.py", list(arguments), hardware) as trainer:
+    with caught_trainer(ScriptCommand("train.py", list(arguments)), hardware) as trainer:
         yield trainer
 
 

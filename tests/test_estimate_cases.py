@@ -14,6 +14,7 @@ from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.largest_batch import largest_batch
+from hf_memopt.estimator.launched import ScriptCommand
 from hf_memopt.estimator.smaller import with_sizes
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.suggestions import TRAINERS_ORDER, job_facts, smallest_combination
@@ -174,7 +175,7 @@ def test_what_a_script_sets_decides(setting, expandable, tmp_path, plain_environ
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(setting=setting))
     before = dict(os.environ)
-    with caught_trainer(str(script), [str(tmp_path / "out")], "a100_80gb"):
+    with caught_trainer(ScriptCommand(str(script), [str(tmp_path / "out")]), "a100_80gb"):
         assert expands_segments() is expandable
     assert dict(os.environ) == before
 
@@ -430,7 +431,7 @@ def test_the_peak_of_resizing_embeddings_is_counted(placed, added, mean, tmp_pat
     beside = allocator_peak(lambda: model.resize_token_embeddings(4096 + added, mean_resizing=mean))
     script = tmp_path / "train.py"
     script.write_text(RESIZES.format(folder=str(tmp_path), placed=placed, added=added, mean=mean))
-    with caught_trainer(str(script), [], "a100_80gb") as trainer:
+    with caught_trainer(ScriptCommand(str(script)), "a100_80gb") as trainer:
         found = estimate_trainer(trainer, "a100_80gb")
         weights = sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters())
     counted = found.phases["load"] - weights

@@ -8,6 +8,7 @@ from dry_runs import MODEL, SHAPE, caught, listing, prepare, refusal
 
 from hf_memopt.estimator import estimate_trainer
 from hf_memopt.estimator.dry_run import caught_trainer
+from hf_memopt.estimator.launched import ScriptCommand
 
 # peft (0.21.2) and trl (1.16) use the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
@@ -212,7 +213,9 @@ def test_trls_own_scripts(name, folder, monkeypatch):
     before = listing(folder)
     arguments = "--model_name_or_path model --dataset_name data --output_dir out --bf16 True --use_peft --load_in_4bit"
     script = f"{trl.__path__[0]}/scripts/{name}.py"
-    with caught_trainer(script, [*arguments.split(), "--lora_target_modules", "all-linear"], "rtx_4090") as trainer:
+    with caught_trainer(
+        ScriptCommand(script, [*arguments.split(), "--lora_target_modules", "all-linear"]), "rtx_4090"
+    ) as trainer:
         assert trainer.processing_class.name_or_path == trainer.model.config._name_or_path == "model"
         assert trainer.model.get_nb_trainable_parameters()[0] > 0 and trainer.args.bf16
     assert listing(folder) == before

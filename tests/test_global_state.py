@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_memopt import InputError, estimate, get_preset, plan
 from hf_memopt.estimator.dry_run import caught_trainer
+from hf_memopt.estimator.launched import ScriptCommand
 
 SEQ_LEN = 64
 FIELDS = {"per_device_train_batch_size": 2, "max_steps": 1, "use_cpu": True, "report_to": "none"}
@@ -116,7 +117,7 @@ def a_dry_run(tmp_path):
         trainer_of((), {str(tmp_path / "out")!r}).train()
     """)
     )
-    with caught_trainer(str(script), ["--an", "argument"]):
+    with caught_trainer(ScriptCommand(str(script), ["--an", "argument"])):
         pass
 
 

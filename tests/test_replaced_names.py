@@ -31,11 +31,13 @@ from hf_memopt.errors import IncompatibleLibrary, InputError
 from hf_memopt.estimator import estimate, estimate_trainer
 from hf_memopt.estimator.accounting import engine_tensors, fake_ledger
 from hf_memopt.estimator.dry_run import caught_trainer
+from hf_memopt.estimator.launched import ScriptCommand
 from hf_memopt.estimator.patches import replacement
 from hf_memopt.estimator.patches.names import Use
 from hf_memopt.estimator.patches.table import TABLE, Part
 from hf_memopt.estimator.tracing import optimizers
 from hf_memopt.estimator.trl_job import describe_task
+from hf_memopt.foreign.launchers import Launch
 from hf_memopt.video.inputs import VideoInputs
 
 SHAPE = {
@@ -232,9 +234,13 @@ def test_a_script_calls_what_is_replaced(calls, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("SHAPE", repr(SHAPE)))
-    with caught_trainer(str(script), []):
+    with caught_trainer(ScriptCommand(str(script))):
         pass
     assert uncalled(Part.DRY_RUN, calls) == []
+    for words in (["--num_processes", "1"], ["--num_processes", "2", "--multi_gpu"]):
+        with caught_trainer(ScriptCommand(str(script), launch=Launch("accelerate"), words=words), "a100_80gb"):
+            pass
+    assert uncalled(Part.LAUNCH, calls) == []
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -246,7 +252,7 @@ def test_a_trainer_that_generates_calls_what_is_replaced(calls):
 
 def test_every_part_has_its_jobs():
     unreplaced = {part for part, rows in TABLE.items() if all(names.use is not Use.REPLACED for names in rows)}
-    elsewhere = {Part.VISION, Part.DETECTION, Part.ROLLOUTS, Part.DRY_RUN}
+    elsewhere = {Part.VISION, Part.DETECTION, Part.ROLLOUTS, Part.DRY_RUN, Part.LAUNCH}
     assert set(Part) == set(TABLE) == set(JOBS) | unreplaced | elsewhere
     assert unreplaced == {Part.LEVERS, Part.MESH}
 

@@ -68,9 +68,24 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+class _DryRun(_Command):
+    """A command whose argument may be a launcher's whole command, with its own options and the script's."""
+
+    def parse_args(self, ctx, args):
+        from hf_memopt.foreign.launchers import is_launcher
+
+        takes_value = {word for item in self.params for word in item.opts if not getattr(item, "is_flag", True)}
+        before = 0
+        while before < len(args) and args[before].startswith("-") and args[before] != "--":
+            before += 2 if args[before].replace("_", "-") in takes_value else 1
+        if before < len(args) and is_launcher(args[before]):
+            args = [*args[:before], "--", *args[before:]]
+        return super().parse_args(ctx, args)
+
+
 class _App(typer.Typer):
     def command(self, *args, **settings):
-        return super().command(*args, cls=_Command, **settings)
+        return super().command(*args, **{"cls": _Command, **settings})
 
 
 app = _App(
@@ -236,12 +251,28 @@ def advise(
     raise typer.Exit(run_advise(source, job, json))
 
 
-@app.command(epilog="Example: hf-memopt dry-run train.py --hardware rtx_4090 -- --output_dir out --bf16")
+@app.command(
+    cls=_DryRun,
+    epilog="Examples: hf-memopt dry-run train.py --hardware rtx_4090 -- --output_dir out --bf16 · "
+    "hf-memopt dry-run --hardware a100_80gb accelerate launch --config_file zero3.yaml train.py --output_dir out",
+)
 def dry_run(
-    script: Annotated[str, typer.Argument(help="A training script that uses transformers' Trainer, unchanged.")],
+    script: Annotated[
+        str,
+        typer.Argument(
+            help="A training script that uses transformers' Trainer, unchanged; or the whole command that starts it, "
+            "of accelerate launch, torchrun or deepspeed, after this command's own options."
+        ),
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
-    hardware: Annotated[str, typer.Option(help="Device to fit on. Default: this machine's.")] = "auto",
+    hardware: Annotated[
+        str, typer.Option(help="Device to fit on, or several: a100_80gb_x8. Default: this machine's.")
+    ] = "auto",
     world_size: WorldSize = None,
+    config_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.yaml", help="accelerate's: as `accelerate launch --config_file FILE.yaml SCRIPT`."),
+    ] = None,
     price: Price = None,
     plot: Plot = None,
     allow_unconfined: Annotated[
@@ -255,9 +286,16 @@ def dry_run(
 ) -> None:
     """Run a script up to trainer.train() without loading weights, and predict the job's peak memory and time."""
     from hf_memopt.cli.estimate import DryRunOptions, run_dry_run
+    from hf_memopt.foreign.launchers import is_launcher, split_launch
 
+    words = [script, *(arguments or [])]
+    if config_file and is_launcher(script):
+        raise InputError("--config_file belongs to accelerate launch, which the command names: write it there")
+    if config_file:
+        words = ["accelerate", "launch", "--config_file", config_file, *words]
+    launch, own, (script, *arguments) = split_launch(words)
     asked = {"hardware": hardware, "world_size": world_size, "price": price, "verbose": verbose}
-    options = DryRunOptions(script=script, arguments=arguments or [], **asked)
+    options = DryRunOptions(script=script, arguments=arguments, launch=launch, launcher_words=own, **asked)
     run_dry_run(options, plot, json, allow_unconfined)
 
 

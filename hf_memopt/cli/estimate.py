@@ -23,6 +23,7 @@ from hf_memopt.confined.process import run_confined
 from hf_memopt.confined.rights import cannot_confine, may_have_card
 from hf_memopt.errors import ImpossibleEstimate, IncompatibleLibrary, InputError, one_line
 from hf_memopt.files import read_bytes, write_whole
+from hf_memopt.foreign.launchers import Launch
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.packages import require
@@ -171,11 +172,13 @@ def _describe_settings(preset: Preset) -> tuple[str, str | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunOptions:
-    """A script to run up to trainer.train(), its own arguments, the devices to fit on, what one costs an hour, and
-    whether tables are printed."""
+    """A script to run up to trainer.train(), its own arguments, its launcher with the launcher's, the devices to fit
+    on, what one costs an hour, and whether tables are printed."""
 
     script: str
     arguments: list[str] = field(default_factory=list)
+    launch: Launch | None = None
+    launcher_words: list[str] = field(default_factory=list)
     hardware: str | Hardware = "auto"
     world_size: int | None = None
     price: float | None = None
@@ -270,16 +273,20 @@ def _print_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool,
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.dry_run import caught_trainer
     from hf_memopt.estimator.duration import run_duration, training_steps
+    from hf_memopt.estimator.launched import ScriptCommand
     from hf_memopt.estimator.suggestions import TRAINERS_ORDER, smallest_combination
     from hf_memopt.estimator.trainer_job import describe_trainer
 
     savings = []
-    with caught_trainer(options.script, options.arguments, options.hardware, hub) as trainer:
-        job = describe_trainer(trainer, options.hardware, options.world_size, None)
+    command = ScriptCommand(
+        options.script, options.arguments, options.launch, options.launcher_words, options.world_size
+    )
+    with caught_trainer(command, options.hardware, hub) as trainer:
+        job = describe_trainer(trainer, options.hardware, None, None)
         estimate = estimate_job(job)
         if estimate.fits is False:
             savings = [*filter(None, [smallest_combination(job, estimate, order=TRAINERS_ORDER)])]
-        devices = options.world_size or trainer.args.world_size
+        devices = job.world_size
         steps = training_steps(trainer, devices)
     took = run_duration(steps, estimate.step_seconds, options.price, devices)
     if plot_file:

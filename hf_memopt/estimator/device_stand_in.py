@@ -39,14 +39,15 @@ _CUDA_ACTIONS = (
 
 
 @contextlib.contextmanager
-def seen_by_script(device: Hardware) -> Iterator[None]:
-    """Let a script see one device.
+def seen_by_script(device: Hardware, count: int = 1) -> Iterator[None]:
+    """Let a script see a machine's devices.
 
     Args:
         device: of the catalog, or this machine's.
+        count: of this machine.
     """
     with contextlib.ExitStack() as stack:
-        for owner, answers in _answers(device):
+        for owner, answers in _answers(device, count):
             for name, answer in answers.items():
                 if hasattr(owner, name):
                     stack.enter_context(mock.patch.object(owner, name, answer))
@@ -108,7 +109,7 @@ def _stand_in(device):
     return torch.device("cpu") if kind in _ACCELERATORS else device
 
 
-def _answers(device: Hardware) -> list[tuple[Any, dict[str, Any]]]:
+def _answers(device: Hardware, count: int) -> list[tuple[Any, dict[str, Any]]]:
     """(module, its functions and values) as they are where the device is."""
     on_cuda, on_mps = device.backend in ("cuda", "rocm"), device.backend == "mps"
     absent = {"is_available": _always(False), "device_count": _always(0)}
@@ -116,16 +117,16 @@ def _answers(device: Hardware) -> list[tuple[Any, dict[str, Any]]]:
     return [
         (
             torch.cuda,
-            _cuda_answers(device) if on_cuda else {"is_available": _always(False), "device_count": _always(0)},
+            _cuda_answers(device, count) if on_cuda else {"is_available": _always(False), "device_count": _always(0)},
         ),
         (torch.backends.mps, dict.fromkeys(("is_available", "is_built", "is_macos_or_newer"), _always(on_mps))),
         (torch.mps, _mps_answers(device)) if on_mps else (torch.mps, {}),
-        (torch.xpu, _xpu_answers(device) if device.backend == "xpu" else absent),
+        (torch.xpu, _xpu_answers(device, count) if device.backend == "xpu" else absent),
         (
             torch.accelerator,
             {
                 "is_available": _always(device.backend != "cpu"),
-                "device_count": _always(int(device.backend != "cpu")),
+                "device_count": _always(count * (device.backend != "cpu")),
                 "current_accelerator": _always(None if name == "cpu" else torch.device(name)),
             },
         ),
@@ -138,14 +139,14 @@ def _always(value):
     return lambda *args, **kwargs: value
 
 
-def _cuda_answers(device: Hardware) -> dict[str, Any]:
+def _cuda_answers(device: Hardware, count: int) -> dict[str, Any]:
     properties = _cuda_properties(device)
     return {
         **dict.fromkeys(_CUDA_ACTIONS, _always(None)),
         **dict.fromkeys(_CUDA_SIZES, _always(0)),
         "is_available": _always(True),
         "is_initialized": _always(False),
-        "device_count": _always(1),
+        "device_count": _always(count),
         "current_device": _always(0),
         "get_device_name": _always(properties.name),
         "get_device_capability": _always((properties.major, properties.minor)),
@@ -188,7 +189,7 @@ def _reported_name(device: Hardware) -> str:
     return f"{device.vendor.upper()} {text}" if re.fullmatch(r"[\w -]+", text) else device.label
 
 
-def _xpu_answers(device: Hardware) -> dict[str, Any]:
+def _xpu_answers(device: Hardware, count: int) -> dict[str, Any]:
     properties = SimpleNamespace(
         name=_reported_name(device),
         total_memory=device.memory,
@@ -200,7 +201,7 @@ def _xpu_answers(device: Hardware) -> dict[str, Any]:
         **dict.fromkeys(_CUDA_ACTIONS, _always(None)),
         **dict.fromkeys(_CUDA_SIZES, _always(0)),
         "is_available": _always(True),
-        "device_count": _always(1),
+        "device_count": _always(count),
         "current_device": _always(0),
         "get_device_name": _always(properties.name),
         "get_device_properties": _always(properties),

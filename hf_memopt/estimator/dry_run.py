@@ -18,16 +18,20 @@ from accelerate.state import PartialState
 from huggingface_hub import constants
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hf_memopt.compatibility import launch
 from hf_memopt.confined.hub import through_parent
 from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
 from hf_memopt.estimator.device_stand_in import seen_by_script
 from hf_memopt.estimator.fake_pretrained import fake_models
+from hf_memopt.estimator.launched import ScriptCommand, as_launched, read_launched
 from hf_memopt.estimator.patches.replacement import all_replaced
 from hf_memopt.estimator.patches.trl_trainers import without_engine, without_precomputing
 from hf_memopt.estimator.scratch_libraries import nothing_written
 from hf_memopt.estimator.tracing.process_state import generators_kept
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.hardware.allocator import SPELLINGS
+from hf_memopt.hardware.catalog import DEVICES_PER_HOST
+from hf_memopt.presets import arguments as preset_arguments
 
 
 class Ready(BaseException):
@@ -52,11 +56,12 @@ class OwnLoop(BaseException):
 
 @contextlib.contextmanager
 def caught_trainer(
-    script: str, arguments: list[str], hardware: str | Hardware = "auto", hub: Connection | None = None
+    command: ScriptCommand, hardware: str | Hardware = "auto", hub: Connection | None = None
 ) -> Iterator[Any]:
     """The Trainer that a script builds, caught when it calls train().
 
-    Models are built on fake tensors (fake_pretrained), on the device that the estimate is for (device_stand_in).
+    Models are built on fake tensors (fake_pretrained), on the device that the estimate is for (device_stand_in), by
+    rank 0 of the processes that its launcher would start (launched).
     Evaluation before training is skipped. What the script writes exists as long as the context (scratch_libraries).
     Only a confined process (hf_memopt.confined) keeps a script from changing and sending what it likes.
 
@@ -66,9 +71,9 @@ def caught_trainer(
     Raises:
         InputError: there is no such script, it fails or ends, trains without a Trainer, or never calls train().
     """
-    path = Path(script)
+    path = Path(command.script)
     if not path.is_file():
-        raise InputError(f"{script}: no such file")
+        raise InputError(f"{command.script}: no such file")
     _import_before()
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     # Downloads go to the hub's cache: here, or in the parent of a confined process.
@@ -77,7 +82,15 @@ def caught_trainer(
         stack.enter_context(nothing_written(*(() if hub else cache)))
         if hub:
             stack.enter_context(through_parent(hub))
-        with generators_kept(), seen_by_script(device), _script_environment(path, arguments):
+        with generators_kept(), seen_by_script(device, command.devices or 1):
+            launched = read_launched(command)
+        stack.enter_context(as_launched(launched))
+        visible = min(launched.processes, DEVICES_PER_HOST)
+        with (
+            generators_kept(),
+            seen_by_script(device, visible),
+            _script_environment(path, [*command.arguments]),
+        ):
             trainer = _run(path)
             chosen = {name: os.environ[name] for name in SPELLINGS if name in os.environ}
         for name in SPELLINGS:  # until the end of the stack, which restores the environment
@@ -87,6 +100,31 @@ def caught_trainer(
         PartialState._shared_state["device"] = trainer.args.__dict__["_setup_devices"] = torch.device("cpu")
         trainer.model_init = None  # it was called for this model; called again it would read weights
         yield trainer
+
+
+@contextlib.contextmanager
+def _presets_as_launched() -> Iterator[None]:
+    """Refuse a preset whose devices or engine nothing starts: the script would train another job, with a line in the
+    log, and nobody asked about that."""
+    build = preset_arguments.build_training_arguments
+
+    def build_as_launched(preset, *args, **kwargs):
+        if preset.processes > 1 and launch.world_size() == 1:
+            raise InputError(
+                f"the script's preset {preset.name} is for {preset.processes} devices, and this dry run has one: add "
+                f"--hardware {preset.name}, or the launcher's command"
+            )
+        launched = launch.launched_strategy()
+        if preset.processes > 1 and not preset.mesh and launched != preset.strategy and preset.strategy != "ddp":
+            raise InputError(
+                f"the script's preset {preset.name} has strategy={preset.strategy}, which `accelerate launch` starts, "
+                f"and here {launched or 'nothing'} is launched: add --config_file with the accelerate.yaml that "
+                f"`hf-memopt export {preset.name} DIR --strategy {preset.strategy}` writes"
+            )
+        return build(preset, *args, **kwargs)
+
+    with mock.patch.object(preset_arguments, "build_training_arguments", build_as_launched):
+        yield
 
 
 def _import_before() -> None:
@@ -106,6 +144,7 @@ def _run(path: Path):
             fake_models,
             _caught_at_train,
             _own_loops,
+            _presets_as_launched,
             *((without_precomputing, without_engine) if trl else ()),
         ):
             stack.enter_context(context())

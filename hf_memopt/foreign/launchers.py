@@ -99,6 +99,42 @@ def launcher_options(launcher: str, words: Sequence[Word]) -> tuple[dict[str, An
     return take_options(words, lambda name: name not in switches and (name.startswith("--") or len(name) == 2))
 
 
+_MODULES = {
+    "accelerate.commands.launch": "accelerate",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "deepspeed.launcher.runner": "deepspeed",
+}
+
+
+def is_launcher(word: str) -> bool:
+    """True if a command's first word starts a script rather than being one."""
+    return _program(word) in LAUNCHERS
+
+
+def split_launch(words: Sequence[str]) -> tuple[Launch | None, list[str], list[str]]:
+    """The launcher of a command, its own words, and those from the script on; None where the script stands alone.
+
+    Raises:
+        InputError: a launcher without a script.
+    """
+    if not is_launcher(words[0]):
+        return None, [], list(words)
+    by, rest = _program(words[0]), list(words[1:])
+    if by == "python" and len(rest) > 1 and rest[0] == "-m":
+        by, rest = _MODULES.get(rest[1], by), rest[2:]
+    elif by == "accelerate" and rest[:1] == ["launch"]:
+        rest = rest[1:]
+    options, after = launcher_options(by, [Word(word, 0, 0) for word in rest])
+    if not after:
+        raise InputError(f"{' '.join(words)}: names no script")
+    return Launch(by, options), rest[: len(rest) - len(after)], [word.text for word in after]
+
+
+def _program(word: str) -> str:
+    return re.sub(r"^python[\d.]*$", "python", word.rpartition("/")[2])
+
+
 def refuse_unknown(launch: Launch) -> None:
     """Refuse an option of a launcher that may say how many processes it starts.
 

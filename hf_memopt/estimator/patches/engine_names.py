@@ -33,6 +33,27 @@ SEVERAL_DEVICES = (
     ),
 )
 
+LAUNCH = (
+    Names(
+        owner="accelerate.commands.launch",
+        names={"subprocess": None},
+        why="a script of one process is started by Popen, whose environment is what a dry run needs",
+        until="accelerate tells the environment of a launch without starting it",
+    ),
+    Names(
+        owner="torch.distributed.run",
+        names={"run": "args"},
+        why="starts a script's processes, in the environment that a dry run needs",
+        until="accelerate tells the environment of a launch without starting it",
+    ),
+    Names(
+        owner="accelerate.utils.launch",
+        names={"is_port_in_use": "port"},
+        why="opens a socket, which a confined process cannot",
+        until="accelerate tells the environment of a launch without starting it",
+    ),
+)
+
 DDP = (
     Names(
         owner="torch.nn.parallel",

@@ -23,11 +23,12 @@ from hf_memopt.estimator.accounting.known_values import tensor_from_values
 from hf_memopt.estimator.patches import fake_disk
 from hf_memopt.estimator.patches.replacement import all_replaced, check, original, replaced
 from hf_memopt.estimator.patches.table import Part
-from hf_memopt.packages import require
+from hf_memopt.packages import is_installed, require
 
 _C10D = "torch.distributed.distributed_c10d"
 _MESH = "torch.distributed.device_mesh"
 _NUMBERS = itertools.count(-1, -1)  # of meshes; below 0, where no thread's number is
+_GROUPS = itertools.count(1_000_000, 1_000_000)
 _SYNC_BUFFER = 250 * 2**20  # bytes; the bucket in which DistributedDataParallel broadcasts a model at the start
 # Variables that launchers set, which the traced job must not see.
 _LAUNCHED = ("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_")
@@ -51,12 +52,12 @@ def fake_cluster(world_size: int, engine: Engine, ledger, rank: int = 0) -> Iter
         os.environ.update({key: str(value) for key, value in ranks.items()})
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # accelerate sets it otherwise
-        with _process_group(world_size, rank), _FAKES[type(engine)](ledger):
+        with process_group(world_size, rank), _FAKES[type(engine)](ledger):
             yield
 
 
 @contextmanager
-def _process_group(world_size: int, rank: int) -> Iterator[None]:
+def process_group(world_size: int, rank: int) -> Iterator[None]:
     """A fake process group with one existing rank, independent of any real group of this process."""
     check(Part.SEVERAL_DEVICES)
     from torch.distributed import distributed_c10d as c10d
@@ -83,7 +84,8 @@ def _own_world(kind: type):
     worlds share, real groups included."""
     properties = {name: value.fget for name, value in vars(kind).items() if isinstance(value, property)}
     own: dict = {name: {} for name, get in properties.items() if get_origin(get.__annotations__["return"]) is dict}
-    return type("OwnWorld", (kind,), {**own, "group_count": 1_000_000})()  # numbers no real group gets
+    # Numbers that no real group gets, and none of another world: a script's own is there while its job is traced.
+    return type("OwnWorld", (kind,), {**own, "group_count": next(_GROUPS)})()
 
 
 @contextmanager
@@ -136,6 +138,24 @@ def _fake_accelerator():
             return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 
     return FakeAccelerator()
+
+
+@contextmanager
+def fake_accelerator() -> Iterator[None]:
+    """DeepSpeed on this process's CPU, where it is installed: without kernels, and with groups that it forgets
+    afterwards."""
+    if not is_installed("deepspeed"):
+        yield
+        return
+    import deepspeed
+
+    accelerator = deepspeed.accelerator.get_accelerator()
+    deepspeed.accelerator.set_accelerator(_fake_accelerator())
+    try:
+        with replaced("deepspeed.comm.comm:cdb", None):
+            yield
+    finally:
+        deepspeed.accelerator.set_accelerator(accelerator)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ class Part(Enum):
     EVERY_JOB = "every job"
     ACCELERATOR = "an accelerator's job"
     SEVERAL_DEVICES = "several devices"
+    LAUNCH = "a script's launcher"
     DDP = "ddp"
     FSDP2 = "fsdp2"
     CONTEXT_PARALLEL = "context parallelism"
@@ -41,6 +42,7 @@ TABLE: dict[Part, tuple[Names, ...]] = {
     Part.EVERY_JOB: job_names.EVERY_JOB,
     Part.ACCELERATOR: job_names.ACCELERATOR,
     Part.SEVERAL_DEVICES: engine_names.SEVERAL_DEVICES,
+    Part.LAUNCH: engine_names.LAUNCH,
     Part.DDP: engine_names.DDP,
     Part.FSDP2: engine_names.FSDP2,
     Part.CONTEXT_PARALLEL: engine_names.CONTEXT_PARALLEL,

@@ -1,0 +1,218 @@
+"""dry-run of scripts that a launcher starts on several devices: the launched job is the predicted job."""
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+from conftest import BIN, ROOT, slow
+
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.dry_run import caught_trainer
+from hf_memopt.estimator.launched import Launched, ScriptCommand, _by_accelerate, as_launched
+from hf_memopt.estimator.trainer_job import describe_trainer
+from hf_memopt.foreign.launchers import split_launch
+
+YAML = ROOT / "accelerate_configs"
+FSDP = "--use_fsdp --fsdp_version {} --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+SCRIPT = """
+import torch
+from dataclasses import dataclass
+from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Trainer, TrainingArguments
+
+args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+model = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
+row = {"input_ids": torch.ones(16, dtype=torch.long), "labels": torch.ones(16, dtype=torch.long)}
+Trainer(model, args, train_dataset=[row] * 64).train()
+"""
+PRESET = """
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer
+from hf_memopt import get_preset
+
+args = get_preset("a100_80gb_x8", method="full", strategy="zero3").training_arguments(output_dir="out")
+shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+row = {"input_ids": torch.ones(16, dtype=torch.long), "labels": torch.ones(16, dtype=torch.long)}
+Trainer(AutoModelForCausalLM.from_config(LlamaConfig(**shape)), args, train_dataset=[row] * 64).train()
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """The job of a command's words, on A100s."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "preset.py").write_text(PRESET, encoding="utf-8")
+    shutil.copy(YAML / "deepspeed" / "zero3.json", tmp_path)
+
+    def describe(command: str, devices: int | None = None):
+        launch, own, (script, *arguments) = split_launch(command.split())
+        arguments += ["--output_dir", "out"] * (script == "train.py")
+        words = ScriptCommand(script, arguments, launch, own, devices)
+        with caught_trainer(words, "a100_80gb") as trainer:
+            return describe_trainer(trainer, "a100_80gb", None, None)
+
+    return describe
+
+
+@pytest.mark.parametrize(
+    ("command", "by", "own", "script"),
+    [
+        ("train.py --bf16", None, "", "train.py --bf16"),
+        ("python -u train.py --bf16", "python", "-u", "train.py --bf16"),
+        ("accelerate launch train.py --a 1", "accelerate", "", "train.py --a 1"),
+        (
+            "accelerate launch --config_file x.yaml --multi_gpu train.py",
+            "accelerate",
+            "--config_file x.yaml --multi_gpu",
+            "train.py",
+        ),
+        ("/opt/bin/torchrun --nproc_per_node=8 train.py", "torchrun", "--nproc_per_node=8", "train.py"),
+        (
+            "python3.11 -m torch.distributed.run --nproc-per-node 8 train.py",
+            "torchrun",
+            "--nproc-per-node 8",
+            "train.py",
+        ),
+        (
+            "python -m accelerate.commands.launch --num_processes 2 train.py",
+            "accelerate",
+            "--num_processes 2",
+            "train.py",
+        ),
+        (
+            "deepspeed --num_gpus 4 train.py --deepspeed z.json",
+            "deepspeed",
+            "--num_gpus 4",
+            "train.py --deepspeed z.json",
+        ),
+    ],
+)
+def test_a_launchers_words_are_told_from_the_scripts(command, by, own, script):
+    launch, words, rest = split_launch(command.split())
+    assert (launch and launch.by, " ".join(words), " ".join(rest)) == (by, own, script)
+
+
+@pytest.mark.parametrize(
+    ("command", "devices", "strategy", "processes"),
+    [
+        ("train.py --deepspeed zero3.json", 8, "zero3", 8),
+        slow("train.py", 8, "ddp", 8),
+        slow("train.py --fsdp full_shard", 4, "fsdp2", 4),
+        slow("torchrun --nproc_per_node 4 train.py --fsdp full_shard", None, "fsdp2", 4),
+        slow("torchrun --nnodes 2 --nproc_per_node 8 train.py", None, "ddp", 16),
+        slow("deepspeed --num_gpus 2 train.py --deepspeed zero3.json", None, "zero3", 2),
+        (f"accelerate launch --num_processes 2 {FSDP.format(2)} train.py", None, "fsdp2", 2),
+        slow(f"accelerate launch --num_processes 2 {FSDP.format(1)} train.py", None, "fsdp2", 2),
+        slow("accelerate launch --num_processes 4 --multi_gpu train.py", None, "ddp", 4),
+        slow(
+            "accelerate launch --num_processes 2 --use_deepspeed --zero_stage 2 train.py",
+            None,
+            "zero2",
+            2,
+        ),
+        slow(
+            f"accelerate launch --config_file {YAML}/a100_80gb_x8_zero2.yaml train.py --bf16",
+            None,
+            "zero2",
+            8,
+        ),
+        slow(
+            f"accelerate launch --config_file {YAML}/a100_80gb_x8_fsdp2.yaml train.py --bf16",
+            8,
+            "fsdp2",
+            8,
+        ),
+        slow(f"accelerate launch --config_file {YAML}/a100_80gb_x8_zero3.yaml preset.py", None, "zero3", 8),
+        slow("accelerate launch --num_processes 1 train.py", None, "none", 1),
+    ],
+)
+def test_the_engine_that_is_launched_is_predicted(job, command, devices, strategy, processes):
+    described = job(command, devices)
+    assert (described.engine.strategy, described.world_size) == (strategy, processes)
+    micro = 1 if "preset" in command else 8
+    assert described.fields["per_device_train_batch_size"] == micro
+    if described.engine.deepspeed:
+        accumulation = described.fields["gradient_accumulation_steps"]
+        assert described.engine.deepspeed["train_batch_size"] == micro * accumulation * processes
+
+
+@pytest.mark.parametrize(
+    ("command", "devices", "message"),
+    [
+        (
+            "preset.py",
+            1,
+            "a100_80gb_x8 is for 8 devices, and this dry run has one: add --hardware a100_80gb_x8",
+        ),
+        ("preset.py", 8, "has strategy=zero3, which `accelerate launch` starts, and here ddp is launched"),
+        ("accelerate launch --num_processes 8 --multi_gpu train.py", 4, "accelerate starts 8 process(es)"),
+        ("accelerate launch --config_file gone.yaml train.py", None, "`gone.yaml` does not exist"),
+        ("accelerate launch --no_such_option=1 train.py", None, "is refused by its own parser"),
+        ("torchrun --nproc_per_node 8 train.py", 4, "torchrun starts 8 process(es)"),
+        ("torchrun --nproc_per_node many train.py", None, "nproc_per_node='many' is no number of processes"),
+        ("accelerate launch", None, "names no script"),
+    ],
+)
+def test_another_job_is_refused(job, command, devices, message):
+    with pytest.raises(InputError) as refused:
+        job(command, devices)
+    assert message in str(refused.value)
+
+
+def test_a_command_is_taken_as_one(command, tmp_path, monkeypatch):
+    """Options before the launcher are dry-run's, those after it the launcher's and the script's."""
+    from hf_memopt.cli import estimate
+
+    asked = []
+    monkeypatch.setattr(estimate, "run_dry_run", lambda options, *others: asked.append(options))
+    command(
+        "dry-run", "--hardware", "a100_80gb", "accelerate", "launch", "--num_processes", 2, "t.py", "--hardware", "x"
+    )
+    command("dry-run", "t.py", "--hardware", "a100_80gb_x8", "--config_file", "z.yaml", "--", "--bf16")
+    one, two = asked
+    assert (one.hardware, one.launcher_words, one.script, one.arguments) == (
+        "a100_80gb",
+        ["--num_processes", "2"],
+        "t.py",
+        ["--hardware", "x"],
+    )
+    assert (two.launch.by, two.launcher_words, two.arguments) == (
+        "accelerate",
+        ["--config_file", "z.yaml"],
+        ["--bf16"],
+    )
+
+
+def test_nothing_of_a_launch_stays(monkeypatch):
+    from torch import distributed
+
+    before = dict(os.environ)
+    with as_launched(Launched(processes=4, environment={"ACCELERATE_USE_FSDP": "true"})):
+        assert distributed.get_world_size() == 4 and os.environ["WORLD_SIZE"] == "4"
+        assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    assert not distributed.is_initialized() and dict(os.environ) == before
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", ["cpu_x2", "cpu_x2_zero2", "cpu_x2_zero3"])
+def test_the_environment_is_accelerates_own(name, tmp_path, monkeypatch):
+    """What `accelerate launch` really starts a script with."""
+    script = tmp_path / "show.py"
+    script.write_text(
+        "import json, os, sys\njson.dump(dict(os.environ), open(f'{sys.argv[1]}/{os.environ[\"RANK\"]}.json', 'w'))\n"
+    )
+    file = YAML / f"{name}.yaml"
+    done = subprocess.run(
+        [BIN / "accelerate", "launch", "--config_file", file, script, tmp_path], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    real = json.loads((tmp_path / "0.json").read_text())
+    launched = _by_accelerate(["--config_file", str(file), str(script)], None)
+    assert launched.processes == int(real["WORLD_SIZE"]) == 2
+    ours = {**launched.environment, **launched.variables}
+    prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    names = {key for key in {*real, *ours} if key.startswith(prefixes)}
+    assert {key: ours.get(key) for key in names} == {key: real.get(key) for key in names}
