@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -43,6 +44,48 @@ def pytest_configure(config):
     if config.option.markexpr != "cuda":  # the same tests, with the same numbers, on every machine
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+_SOCKETS = 60  # characters of a folder that leave room for multiprocessing's sockets in it: 108 on Linux, 104 on macOS
+_left_before: set[str] = set()
+
+
+def pytest_sessionstart(session):
+    """Give all processes of the tests a temporary folder of their own, which goes when they end: torch's launcher,
+    DeepSpeed's compilations and processes that are killed leave what they made. Workers inherit it."""
+    if hasattr(session.config, "workerinput"):
+        return
+    base = session.config._tmp_path_factory.getbasetemp()  # made in the usual place, before that changes
+    _left_before.update(_left_by_launchers())
+    folder = base / "t"
+    if len(str(folder)) > _SOCKETS:
+        folder = Path(tempfile.mkdtemp(prefix="tests-"))
+    folder.mkdir(exist_ok=True)
+    session.config.stash[_TEMPORARY] = (folder, tempfile.gettempdir())
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    # What torch.compile keeps there is worth keeping.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "torchinductor"))
+
+
+@pytest.hookimpl(trylast=True)  # when the workers have ended
+def pytest_sessionfinish(session):
+    """Remove the temporary folder; fail if something lies beside it, where a process did not know of it."""
+    if _TEMPORARY not in session.config.stash:
+        return
+    folder, usual = session.config.stash[_TEMPORARY]
+    shutil.rmtree(folder, ignore_errors=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = usual
+    if left := sorted(_left_by_launchers() - _left_before) + [str(folder)] * folder.exists():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        session.config.get_terminal_writer().line(f"\nleft in {usual}: {', '.join(left)}", red=True)
+
+
+_TEMPORARY = pytest.StashKey[tuple[Path, str]]()
+
+
+def _left_by_launchers() -> set[str]:
+    """Folders of torch's launcher (torch.distributed.elastic, DefaultLogsSpecs) among the temporary ones."""
+    return {path.name for path in Path(tempfile.gettempdir()).glob("torchelastic_*")}
 
 
 @pytest.fixture(autouse=True)

@@ -105,3 +105,19 @@ def test_tokenizers_do_not_warn_of_what_is_cut():
     )
     kept = [_says_more(logging.LogRecord(name, 30, "", 0, text, (), None)) for text in (said, "something else")]
     assert kept == [False, True]
+
+
+def test_a_launch_of_two_processes_leaves_nothing_and_says_nothing(tmp_path):
+    """launch.sh up to the recipe, in whose place a script stands."""
+    done = run("hf-memopt", "export", "cpu_x2", tmp_path / "setup", "--recipe", "pretrain")
+    assert done.returncode == 0, done.stderr
+    script, temporary = tmp_path / "script.py", tmp_path / "temporary"
+    script.write_text("import os\nprint('rank', os.environ['RANK'])\n")
+    temporary.mkdir()
+    launch = (tmp_path / "setup" / "launch.sh").read_text().replace(str(ROOT / "recipes" / "pretrain.py"), str(script))
+    (tmp_path / "launch.sh").write_text(launch)
+    done = run("sh", tmp_path / "launch.sh", env={"TMPDIR": str(temporary), "MAIN_PROCESS_PORT": "0"})
+    assert done.returncode == 0 and sorted(done.stdout.split()) == ["0", "1", "rank", "rank"], (
+        done.stdout + done.stderr
+    )
+    assert list(temporary.iterdir()) == [] and done.stderr == ""

@@ -6,6 +6,9 @@ from pathlib import Path
 from hf_memopt.presets.preset import Preset
 
 _PORT = "29500"
+# torch's launcher would leave a folder torchelastic_* among the temporary ones, for logs that nothing here redirects
+# (torch 2.13, elastic/multiprocessing/api.py: DefaultLogsSpecs makes none for os.devnull).
+_NO_LOGS = "--log_dir /dev/null"
 
 
 def machine_words(preset: Preset, port: str = _PORT) -> list[str]:
@@ -49,7 +52,7 @@ def launch_script(preset: Preset, folder: Path, recipe_command: list[str]) -> st
         )
     lines += [
         *_exports(preset),
-        " ".join(["exec accelerate launch --config_file", config, *machine_words(preset, port), "\\"]),
+        " ".join(["exec accelerate launch", _NO_LOGS, "--config_file", config, *machine_words(preset, port), "\\"]),
         f"    {' '.join(recipe_command)} \\",
         f"    --output_dir {shlex.quote(str(folder / 'out'))} \\",
         '    "$@"',
@@ -66,7 +69,7 @@ def sbatch_script(preset: Preset, config: str, recipe_command: list[str]) -> str
     """
     per_machine = preset.processes // preset.machines
     launcher = (
-        f'exec accelerate launch --config_file {config} --num_machines "$SLURM_NNODES" '
+        f'exec accelerate launch {_NO_LOGS} --config_file {config} --num_machines "$SLURM_NNODES" '
         f'--num_processes "$((SLURM_NNODES * {per_machine}))" --machine_rank "$SLURM_NODEID" '
         '--main_process_ip "$0" --main_process_port "$1" "${@:2}"'
     )
