@@ -4,15 +4,17 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 from conftest import BIN, ROOT, slow
 
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.launched import Launched, ScriptCommand, _by_accelerate, as_launched
 from hf_memopt.estimator.trainer_job import describe_trainer
-from hf_memopt.foreign.launchers import split_launch
+from hf_memopt.foreign.launchers import Launch, split_launch
 
 YAML = ROOT / "accelerate_configs"
 FSDP = "--use_fsdp --fsdp_version {} --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
@@ -216,3 +218,54 @@ def test_the_environment_is_accelerates_own(name, tmp_path, monkeypatch):
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     names = {key for key in {*real, *ours} if key.startswith(prefixes)}
     assert {key: ours.get(key) for key in names} == {key: real.get(key) for key in names}
+
+
+ENGINES = {
+    "ddp": "--num_processes 2 --multi_gpu",
+    "fsdp1": f"--num_processes 2 {FSDP.format(1)}",
+    "fsdp2": f"--num_processes 2 {FSDP.format(2)}",
+    "zero2": "--num_processes 2 --use_deepspeed --zero_stage 2",
+    "zero3": "--num_processes 2 --use_deepspeed --zero_stage 3",
+}
+SCRIPTS = ("run_clm", "run_glue", "peft_lora_classification", "trl_sft", "trl_dpo_lora", "run_image_classification")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_of_others_under_engines(name, engine, tmp_path_factory):
+    """The engine that is launched, for two devices, or a sentence that names a reason."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import estimator_scripts
+    import script_inputs
+
+    folder = tmp_path_factory.getbasetemp() / "inputs"
+    if not folder.exists():
+        folder.mkdir()
+        script_inputs.main(folder)
+    script = ROOT / "tests" / "scripts" / f"{name}.py"
+
+    def launched(script) -> dict:
+        command = ScriptCommand(
+            str(script), estimator_scripts.argv(script), Launch("accelerate"), ENGINES[engine].split()
+        )
+        try:
+            with caught_trainer(command, "a100_80gb") as trainer:
+                job = describe_trainer(trainer, "a100_80gb", None, None)
+                return {
+                    "strategy": job.engine.strategy,
+                    "devices": job.world_size,
+                    "bytes": estimate_job(job).device_bytes,
+                }
+        except InputError as error:
+            return {"refused": str(error)}
+
+    answer = estimator_scripts.forked(launched, script, folder).result
+    if "refused" in answer:
+        assert answer["refused"] in REFUSED.get((name, engine), ()), answer
+    else:
+        assert (answer["strategy"], answer["devices"]) == (engine.replace("fsdp1", "fsdp2"), 2)
+
+
+REFUSED: dict[tuple[str, str], tuple[str, ...]] = {}

@@ -11,11 +11,12 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from hf_memopt.errors import InputError, brief, choose, respell
+from hf_memopt.estimator.architectures import list_architectures
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import list_hardware
 from hf_memopt.presets import METHODS
 from hf_memopt.ui.answer import ask
-from hf_memopt.ui.limits import Limits, list_architectures
+from hf_memopt.ui.limits import Limits
 from hf_memopt.ui.question import Question, read_length
 from hf_memopt.ui.requests import SmallRequests
 from hf_memopt.ui.shown import show_error, show_estimate, show_plan
