@@ -24,15 +24,17 @@ from hf_memopt.cli.estimate import settle_job
 from hf_memopt.cli.foreign import left_open
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.estimator.api import estimate_job
-from hf_memopt.estimator.architectures import list_architectures
+from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.spec_job import spec_job
 from hf_memopt.estimator.tracing.parallel import on_all_cores
+from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.foreign.source import read_source
 from hf_memopt.foreign.table import list_tables
 from hf_memopt.foreign.translate import Translation
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.plan import plan_job
+from hf_memopt.planner.settle import PLANNED_TASKS
 
 DATA = Path(__file__).parent / "data" / "experts.toml"
 TABLES = {table.name: table for table in list_tables().values()}
@@ -177,7 +179,8 @@ def main() -> None:
     if options.read:
         read_again(options.read.resolve())
     elif options.models:
-        jobs = [{"model": model, "hardware": box} for model in list_architectures() for box in BOXES]
+        models = [name for name in list_architectures() if infer_task(load_config(name)) in PLANNED_TASKS]
+        jobs = [{"model": model, "hardware": box} for model in models for box in BOXES]
         resumed("experts_models", ("model", "hardware"), jobs, options.again, lambda job: run_model(**job))
     else:
         rows = tomllib.loads(DATA.read_text(encoding="utf-8"))["rows"]

@@ -238,6 +238,17 @@ def test_a_configuration_of_something_else_is_refused():
         ("gemma-3-27b", 27_432_406_640),
         ("t5-3b", 2_851_598_336),
         ("bert-base", 109_514_298),
+        ("whisper-large-v3", 1_543_490_560),
+        ("whisper-large-v3-turbo", 808_878_080),
+        ("whisper-small", 241_734_912),
+        ("modernbert-large", 395_881_664),
+        ("roberta-large", 355_412_057),
+        ("xlm-roberta-base", 278_295_186),
+        ("distilbert-base", 66_985_530),
+        ("bge-reranker-v2-m3", 567_755_777),
+        ("qwen3-embedding-4b", 4_021_774_336),
+        ("vit-large-patch16-224", 304_326_632),
+        ("bart-large", 406_291_456),
         ("Qwen/Qwen3-8B", 8_190_735_360),
         ("openai/gpt-oss-20b", 20_914_757_184),
         ("deepseek-v3", 671_026_404_352),  # the 671,026,419,200 published include the router's bias, a buffer here
@@ -283,6 +294,22 @@ def test_every_bundled_architecture_can_be_read():
         config = load_config(name)
         assert shallow_depths(config)[-1] <= count_layers(config)
         assert config.source.startswith("https://huggingface.co/")
+
+
+@pytest.mark.slow
+def test_every_bundled_model_that_is_no_decoder_is_estimated():
+    """For the task of its checkpoint: speech, masked words, classes of texts and images, texts from texts."""
+    from hf_memopt.estimator.architectures import load_config
+    from hf_memopt.estimator.tracing.tasks import infer_task
+
+    tasks = {name: infer_task(load_config(name)) for name in list_architectures()}
+    others = [name for name, task in tasks.items() if task not in ("causal-lm", "image-text-to-text")]
+    assert len(others) > 35 and {"speech-seq2seq", "ctc", "image-classification"} < set(tasks.values())
+    fields = {"bf16": True, "per_device_train_batch_size": 1}
+    for name in others:
+        made = estimate(load_config(name), fields, 128, "a100_80gb", dtype="float32")
+        weights = made.breakdown["parameters"]
+        assert made.fits and made.peak_allocated_bytes > 3 * weights > 0, name
 
 
 @pytest.mark.slow

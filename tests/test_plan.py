@@ -20,6 +20,7 @@ from hf_memopt.estimator.accounting.work import Kernel, Work, extended
 from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.tracing.parallel import on_all_cores, one_by_one
+from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.hardware import list_hardware
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.job.spec import JobSpec
@@ -29,6 +30,7 @@ from hf_memopt.planner.choice_jobs import choice_job, start_search
 from hf_memopt.planner.choices import Choice, list_choices, memory_arguments
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.devices import resolve_preset
+from hf_memopt.planner.settle import PLANNED_TASKS
 from hf_memopt.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -222,7 +224,7 @@ def test_a_job_that_cannot_be_estimated_says_why():
 @given(
     hardware=st.sampled_from(list_hardware()),
     devices=st.sampled_from([1, 2, 8, 128]),
-    model=st.sampled_from(list_architectures()),
+    model=st.sampled_from([name for name in list_architectures() if infer_task(load_config(name)) in PLANNED_TASKS]),
     method=st.sampled_from(["full", "lora", "qlora"]),
     chunked=st.booleans(),
 )

@@ -54,6 +54,7 @@ def run_estimate(
 
     working(f"reading the configuration of {spec.model}")  # of the hub, perhaps
     spec = settle_job(spec)
+    _say_task(spec)
     preset, job = spec.preset, spec_job(spec)
     working(f"tracing the steps of {spec.model}")
     estimate = estimate_job(job, on_all_cores)
@@ -94,6 +95,18 @@ def run_estimate(
         )
         answer.print(verbose)
     return 1 if estimate.fits is False else 0
+
+
+def _say_task(spec: JobSpec) -> None:
+    """Name the task of a checkpoint without a head, whose loss is its user's: of embeddings, say."""
+    from hf_memopt.estimator.tracing.tasks import infer_task
+
+    if spec.task is None and any(name.endswith("Model") for name in spec.config.architectures or ()):
+        print(
+            f"note: {spec.model_name} has no head of its own: estimated for {infer_task(spec.config)}; name another "
+            "with --task, or ask dry-run about your script",
+            file=sys.stderr,
+        )
 
 
 def _batch_in_words(job) -> str:

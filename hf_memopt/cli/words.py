@@ -55,10 +55,10 @@ def _check_fields(spec: JobSpec) -> None:
     kind = TRL_TASKS[spec.task].config if spec.task in TRL_TASKS else "TrainingArguments"
     if hints := declared_hints(kind):
         newer = {row.new: row.kind or hints[row.old] for row in RENAMED if row.old in hints}
-        known = {**newer, **hints}
+        known = {**newer, **hints, "effective_batch_size": int | None}  # which presets.arguments.resolve() takes
         fields = newest(spec.training)
         for name in fields.keys() - known.keys():
-            raise choose(f"{kind} field", name, known)
+            raise choose(f"{kind} field", name, known.keys() - {"effective_batch_size"})
         fit(known, fields)
     optimizers, optim = declared_values("OptimizerNames"), spec.training.get("optim")
     if optimizers and isinstance(optim, str) and respell("optim", optim, optimizers) not in optimizers:

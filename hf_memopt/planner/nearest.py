@@ -349,4 +349,5 @@ def _weights(config) -> int:
     inner = (experts > 1 and getattr(text, "moe_intermediate_size", 0)) or getattr(text, "intermediate_size", 0) or 0
     width = getattr(text, "hidden_size", 0)
     layers = getattr(text, "num_hidden_layers", 0)
-    return layers * width * (4 * width + 3 * inner * experts) + text.vocab_size * width
+    words = getattr(text, "vocab_size", 0) or 0  # none of images
+    return layers * width * (4 * width + 3 * inner * experts) + words * width

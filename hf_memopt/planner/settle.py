@@ -23,7 +23,7 @@ from hf_memopt.stack.vocabulary import argument_hints, newest
 from hf_memopt.units import gib
 
 # Whose batches are counted in tokens, as the recipes' are.
-_PLANNED_TASKS = (
+PLANNED_TASKS = (
     *TRL_TASKS,
     *("causal-lm", "image-text-to-text", "seq2seq-lm", "masked-lm", "sequence-classification"),
     *("token-classification", "question-answering", "multiple-choice"),
@@ -50,7 +50,7 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
 
     spec = read_model(spec)
     task = spec.task or infer_task(spec.config)
-    if task not in _PLANNED_TASKS:
+    if task not in PLANNED_TASKS:
         find_task(task, spec.config)
         raise InputError(f"task={task}: plan knows models of text and video; `hf-memopt estimate` takes this one")
     if spec.sequence_parallel > 1:
