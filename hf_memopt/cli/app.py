@@ -271,7 +271,12 @@ def dry_run(
     world_size: WorldSize = None,
     config_file: Annotated[
         str | None,
-        typer.Option(metavar="FILE.yaml", help="accelerate's: as `accelerate launch --config_file FILE.yaml SCRIPT`."),
+        typer.Option(
+            "--config-file",
+            "--config_file",
+            metavar="FILE.yaml",
+            help="accelerate's: as `accelerate launch --config_file FILE.yaml SCRIPT`.",
+        ),
     ] = None,
     price: Price = None,
     plot: Plot = None,
