@@ -76,7 +76,7 @@ def report(**more) -> dict:
         "preset": "rtx_4090",
         "method": "lora",
         "strategy": "none",
-        "hardware": {"label": "NVIDIA GeForce RTX 4090", "memory_bytes": 24 * GIB},
+        "hardware": {"label": "NVIDIA GeForce RTX 4090", "memory_bytes": 24 * GIB, "devices": 2},
         "versions": {"torch": "2.13.0"},
         "global_step": 40,
         "held_out_loss": {"0": 3.0, "40": 1.5},

@@ -294,7 +294,7 @@ def test_a_recipe_continues_by_the_same_command(tmp_path):
         ),
     ]
     process = Process(*command)
-    process.wait_for("'loss':")
+    process.wait_for("/20000: loss ")
     process.process.send_signal(signal.SIGINT)
     assert process.end() == 130
     (checkpoint,) = checkpoints(tmp_path / "out")

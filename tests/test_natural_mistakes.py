@@ -106,6 +106,13 @@ def test_no_argument_of_a_recipe_is_another_tools_word(name, recipe, monkeypatch
     assert not [field for field in names if meant_by("argument", field, names) not in (None, field)]
 
 
+def test_a_recipe_without_arguments_has_nothing_to_judge():
+    from hf_memopt.recipe.words import check_words
+
+    check_words("VideoArguments", "TrainingArguments", [])
+    check_words("RecipeArguments", "TrainingArguments", ["--bf16", "--no_save_only_model"])
+
+
 def test_fields_are_read_from_the_source_as_the_libraries_have_them():
     import dataclasses
 

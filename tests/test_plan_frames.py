@@ -118,7 +118,7 @@ def test_the_command_line(folder, command):
     assert row["estimate"]["fits"] is True
     assert command("plan", folder, "--frames", "7")[0] == 2
     code, _, err = command("plan", folder, "--hardware", "rtx_9999", "--frames", "max")
-    assert code == 2 and "unknown preset or hardware 'rtx_9999'" in err
+    assert code == 2 and "unknown hardware 'rtx_9999'" in err
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ def test_everything_is_on_the_page(tmp_path):
     run = read_run(write_run(tmp_path / "one", report(), READINGS))
     text = run_page(run)
     for told in (
-        "Ran 40 steps. Peak 18.00 GiB allocated, measured; predicted 18.00 GiB (0.0 %). Recovered",
+        "Ran 40 steps of a/model on 2 × NVIDIA GeForce RTX 4090. Peak 18.00 GiB allocated, measured; predicted 18.00 "
+        "GiB (0.0 %). Recovered",
         "RTX 4090",
         "emergency",
         "97%",

@@ -286,7 +286,9 @@ def test_a_profile_that_does_not_fit_stays_and_says_so(started, caplog):
 @pytest.mark.slow
 def test_nothing_fits(recipe, qwen, tmp_path, no_traces):
     """Before anything is loaded: there are no weights and no tokenizer here."""
-    argv = [*flags(preset="rtx_3070", use_cpu="true", dataset_name="videos.jsonl", output_dir=tmp_path / "out")]
+    (tmp_path / "videos.jsonl").write_text("{}\n")
+    data = tmp_path / "videos.jsonl"
+    argv = [*flags(preset="rtx_3070", use_cpu="true", dataset_name=data, output_dir=tmp_path / "out")]
     with pytest.raises(InputError) as error:
         recipe("video_sft")([*argv, "--method", "qlora", "--model_name_or_path", qwen("qwen2.5-vl-7b")])
     message = str(error.value)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from hf_memopt.data.sources import local_path
@@ -53,7 +54,7 @@ def known_arguments(own: str, kind: str) -> dict[str, Any]:
 
 def _pairs(argv: list[str]) -> Iterator[tuple[str, str | None]]:
     """Each argument's name and its first value."""
-    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, following in pairwise([*argv, "--"]):
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             yield name.replace("-", "_"), value if equals else None if following.startswith("--") else following
