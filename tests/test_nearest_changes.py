@@ -84,3 +84,12 @@ def test_a_few_tries_come_to_a_much_smaller_model():
     tried = [nearest._weights(changed.config) for _, changed in nearest._apart(held)[: nearest._MODELS]]
     assert tried[-1] < tried[0] / 2
     assert nearest._weights(held[nearest._MODELS - 1][1].config) > 0.7 * tried[0]
+
+
+def test_a_model_of_embeddings_replaces_no_other():
+    def smaller(name):
+        return _smaller(JobSpec(model=name, config=load_config(name)))
+
+    assert smaller("qwen3-4b")[:2] == ["qwen3-1.7b", "qwen3-0.6b"]
+    assert smaller("qwen3-embedding-4b") == ["qwen3-embedding-0.6b"]
+    assert "whisper-tiny" not in smaller("llama-3.1-8b") and smaller("whisper-large-v3")[0].startswith("whisper-")

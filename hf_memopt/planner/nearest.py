@@ -336,6 +336,9 @@ def _smaller(spec: JobSpec) -> list[str]:
     """Bundled models with fewer weights, the largest first: those of the same family, then others of the same task."""
     own, task = _weights(spec.config), infer_task(spec.config)
     configs = {name: load_config(name) for name in list_architectures()}
+    # A decoder that makes embeddings is none that answers; its file says so.
+    use = getattr(spec.config, "purpose", None)
+    configs = {name: config for name, config in configs.items() if getattr(config, "purpose", None) == use}
     sizes = {name: size for name, config in configs.items() if (size := _weights(config)) < own}
     family = {name for name in sizes if configs[name].model_type == spec.config.model_type}
     others = {name for name in sizes if infer_task(configs[name]) == task and not is_quantized(configs[name])}
