@@ -1,5 +1,6 @@
 """Numbers and bytes in the units that people read and write."""
 
+import math
 import re
 
 MIB = 2**20
@@ -23,7 +24,8 @@ def read_number(text: str, thousand: int = 1000) -> float | None:
     parts = _NUMBER.fullmatch(str(text).strip())
     if not parts or not re.search(r"\d", parts["digits"].partition("e")[0]):
         return None
-    return float(re.sub("[_,]", "", parts["digits"])) * thousand ** _POWERS[parts["scale"].lower()]
+    number = float(re.sub("[_,]", "", parts["digits"])) * thousand ** _POWERS[parts["scale"].lower()]
+    return number if math.isfinite(number) else None
 
 
 def read_bytes(text: str) -> float | None:

@@ -47,3 +47,33 @@ def test_times_are_written_in_the_unit_that_people_use():
         "3.1 days",
         "1,200 days",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "thousand", "number"),
+    [
+        ("2k", 1024, 2048),
+        ("2k", 1000, 2000),
+        ("1.5k tokens", 1024, 1536),
+        ("2,048", 1000, 2048),
+        ("1e3", 1000, 1000),
+        ("1e999", 1000, None),
+        ("1,5", 1000, None),
+        ("k", 1000, None),
+        ("-1", 1000, -1),
+    ],
+)
+def test_numbers_as_people_write_them(text, thousand, number):
+    from hf_memopt.units import read_number
+
+    assert read_number(text, thousand) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("24GB", 24 * 10**9), ("24 GiB", 24 * 2**30), ("512M", 512 * 10**6), ("24", None), ("GB", None)],
+)
+def test_bytes_as_people_write_them(text, count):
+    from hf_memopt.units import read_bytes
+
+    assert read_bytes(text) == count
