@@ -1,5 +1,6 @@
 """The hub: addresses of its pages as the names that its libraries take, and whether it answers."""
 
+import contextlib
 import os
 import re
 import socket
@@ -36,18 +37,16 @@ def _answers() -> bool:
     """
     address = urlsplit(getproxies().get("https") or os.environ.get("HF_ENDPOINT") or f"https://{HUB}")
     port = address.port or (80 if address.scheme == "http" else 443)
-    opened, done = threading.Event(), threading.Event()
+    opened = threading.Event()
 
     def connect() -> None:
-        try:
+        with contextlib.suppress(OSError):
             socket.create_connection((address.hostname, port), _PATIENCE).close()
             opened.set()
-        except OSError:
-            pass
-        done.set()
 
-    threading.Thread(target=connect, daemon=True).start()  # a thread: looking a name up has no time limit
-    done.wait(_PATIENCE)
+    thread = threading.Thread(target=connect, daemon=True)  # looking a name up has no time limit
+    thread.start()
+    thread.join(_PATIENCE)
     return opened.is_set()
 
 

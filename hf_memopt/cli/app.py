@@ -2,11 +2,10 @@
 
 import sys
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Annotated
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from hf_memopt.cli import plan_command
 from hf_memopt.cli.options import (
@@ -33,6 +32,7 @@ from hf_memopt.cli.options import (
     positive,
     preset_names,
 )
+from hf_memopt.cli.parsing import CommandLine, TakesLauncher
 from hf_memopt.cli.usage import usage_sentence
 from hf_memopt.contributed import load_contributed
 from hf_memopt.disk import write_failure
@@ -55,40 +55,7 @@ class _Commands(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
 
-class _Command(TyperCommand):
-    """A command of this file, which takes no other option for an option's value."""
-
-    def parse_args(self, ctx, args):
-        takes_value = {word for item in self.params for word in item.opts if not getattr(item, "is_flag", True)}
-        for option, value in pairwise(args):
-            if option == "--":
-                break
-            if option.replace("_", "-") in takes_value and value.startswith("--"):
-                ctx.fail(f"{option} needs a value, and {value} follows it")
-        return super().parse_args(ctx, args)
-
-
-class _DryRun(_Command):
-    """A command whose argument may be a launcher's whole command, with its own options and the script's."""
-
-    def parse_args(self, ctx, args):
-        from hf_memopt.foreign.launchers import is_launcher
-
-        takes_value = {word for item in self.params for word in item.opts if not getattr(item, "is_flag", True)}
-        before = 0
-        while before < len(args) and args[before].startswith("-") and args[before] != "--":
-            before += 2 if args[before].replace("_", "-") in takes_value else 1
-        if before < len(args) and is_launcher(args[before]):
-            args = [*args[:before], "--", *args[before:]]
-        return super().parse_args(ctx, args)
-
-
-class _App(typer.Typer):
-    def command(self, *args, **settings):
-        return super().command(*args, **{"cls": _Command, **settings})
-
-
-app = _App(
+app = CommandLine(
     name="hf-memopt",
     cls=_Commands,
     help="Predict the memory of a Hugging Face training job, and find the settings that make it fit.",
@@ -252,7 +219,7 @@ def advise(
 
 
 @app.command(
-    cls=_DryRun,
+    cls=TakesLauncher,
     epilog="Examples: hf-memopt dry-run train.py --hardware rtx_4090 -- --output_dir out --bf16 · "
     "hf-memopt dry-run --hardware a100_80gb accelerate launch --config_file zero3.yaml train.py --output_dir out",
 )

@@ -16,7 +16,7 @@ from hf_memopt.planner.devices import split_count
 from hf_memopt.presets import METHODS
 from hf_memopt.presets.catalog import check_strategy
 from hf_memopt.stack.declared import declared_hints, declared_values
-from hf_memopt.stack.vocabulary import RENAMED, newest
+from hf_memopt.stack.vocabulary import declared_arguments, newest
 from hf_memopt.video.frame_sizes import parse_frame_size
 
 
@@ -53,9 +53,8 @@ def check_words(spec: JobSpec, methods: Iterable[str] = METHODS) -> JobSpec:
 def _check_fields(spec: JobSpec) -> None:
     """Refuse fields that the installed classes do not declare, and values that are not of their types."""
     kind = TRL_TASKS[spec.task].config if spec.task in TRL_TASKS else "TrainingArguments"
-    if hints := declared_hints(kind):
-        newer = {row.new: row.kind or hints[row.old] for row in RENAMED if row.old in hints}
-        known = {**newer, **hints, "effective_batch_size": int | None}  # which presets.arguments.resolve() takes
+    if known := declared_arguments(kind):
+        known["effective_batch_size"] = int | None  # which presets.arguments.resolve() takes
         fields = newest(spec.training)
         for name in fields.keys() - known.keys():
             raise choose(f"{kind} field", name, known.keys() - {"effective_batch_size"})

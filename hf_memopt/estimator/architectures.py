@@ -91,10 +91,9 @@ def _named_config(model):
         config = read_config(bundled.path)
         config.update(bundled.fields)
         return config
-    reason = None if Path(name).exists() else why_no_hub()
     check_reachable(name)
     try:
-        return read_config(name, local_files_only=reason is not None)
+        return read_config(name, local_files_only=not Path(name).exists() and why_no_hub() is not None)
     except OSError as error:
         raise _unknown(model, one_line(error)) from error
 

@@ -13,7 +13,7 @@ from hf_memopt.hub_names import hub_name
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import METHODS, preset_by_name
 from hf_memopt.stack.declared import declared_hints
-from hf_memopt.stack.vocabulary import RENAMED
+from hf_memopt.stack.vocabulary import declared_arguments
 
 
 def check_words(own: str, kind: str, argv: list[str] | None = None) -> None:
@@ -45,11 +45,9 @@ def check_words(own: str, kind: str, argv: list[str] | None = None) -> None:
 
 def known_arguments(own: str, kind: str) -> dict[str, Any]:
     """The arguments of a recipe, with their types; empty where they cannot be read without an import."""
-    fields = declared_hints(kind)
-    if not fields:
+    if not (fields := declared_arguments(kind)):
         return {}
-    newer = {row.new: row.kind or fields[row.old] for row in RENAMED if row.old in fields}
-    return {**newer, **fields, **hints_of(MemoryArguments), **declared_hints(own), "rung": str, "help": bool}
+    return {**fields, **hints_of(MemoryArguments), **declared_hints(own), "rung": str, "help": bool}
 
 
 def _pairs(argv: list[str]) -> Iterator[tuple[str, str | None]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError, brief
 from hf_memopt.field_values import hints_of
+from hf_memopt.stack.declared import declared_hints
 from hf_memopt.stack.versions import has, stack_has
 
 
@@ -103,6 +104,13 @@ def argument_hints(kind: type) -> dict[str, Any]:
         if row.old in hints and not has("transformers", row.since):
             hints[row.new] = row.kind or hints[row.old]
     return hints
+
+
+def declared_arguments(name: str) -> dict[str, Any]:
+    """argument_hints() of a class by its name, without an import; empty where its source cannot be read. A renamed
+    field's names are both there, whichever the installed version has."""
+    hints = declared_hints(name)
+    return {**{row.new: row.kind or hints[row.old] for row in RENAMED if row.old in hints}, **hints}
 
 
 def spelled_name(field: str) -> str:
