@@ -49,6 +49,16 @@ def test_times_are_written_in_the_unit_that_people_use():
     ]
 
 
+def test_rows_of_a_data_set_are_an_amount(command, jsonl):
+    """Their number is known when they are read; without any amount a price is still refused."""
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]
+    asked = ("plan", "smollm2-135m", "--hardware", "rtx_3060", "--method", "lora", "--quick", "--price", "1")
+    code, out, _ = command(*asked, "--dataset", jsonl([{"messages": turns}] * 40))
+    assert code == 0 and "40 samples" in out and "cost in total" in out
+    code, _, err = command(*asked)
+    assert code == 2 and "price=1 needs an amount of training" in err
+
+
 @pytest.mark.parametrize(
     ("text", "thousand", "number"),
     [

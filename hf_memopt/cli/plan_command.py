@@ -222,13 +222,16 @@ def plan(
         if export:
             raise InputError("--export writes files of the recipes: hf-memopt migrate FILE DIR does so of a file")
         spec = left_open(spec)
-    AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price).read()
+    # The rows of a data set are an amount, too, and are counted when they are read.
+    counted = "1" if dataset and tokens is None and samples is None else samples
+    AmountOptions(tokens=tokens, epochs=epochs, samples=counted, price=price).read()
     spec = check_words(replace(spec, dataset=dataset, quick=quick), (*METHODS, "any"))
     if use := _use_of(spec):
         spec = replace(spec, task=use.task)
         if use.samples and samples is None and tokens is None:
             samples = str(use.samples)
     amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
+    amount.read()
     cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
     if not any_card:
         cards.refuse()
