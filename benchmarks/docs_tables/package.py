@@ -4,10 +4,7 @@ from dataclasses import MISSING, fields
 from functools import partial
 from typing import get_type_hints
 
-from docs_tables.markdown import (
-    ROOT,
-    table,
-)
+from docs_tables.markdown import table
 
 from hf_memopt import MemoryArguments, get_preset, list_presets
 from hf_memopt.levers.arguments import PROFILES
@@ -38,15 +35,12 @@ def profiles() -> str:
 
 
 def presets() -> str:
-    """One row per preset: hardware, batch of full fine-tuning, the model of each method, command."""
+    """One row per preset: hardware, batch of full fine-tuning, the model of each method."""
     lines = []
     for name in list_presets():
         preset = get_preset(name)
         batches = preset.batches(preset.processes)
         micro, accumulation = preset.micro_batch_size, preset.gradient_accumulation_steps
-        launch = f"accelerate launch --config_file accelerate_configs/{_config(preset)} recipes/sft.py --preset {name}"
-        if preset.machines > 1:
-            launch = f"sbatch accelerate_configs/slurm/{name}.sbatch"
         many = f"{preset.processes} × " if preset.processes > 1 else ""
         lines.append(
             [
@@ -55,10 +49,9 @@ def presets() -> str:
                 f"{micro} × {accumulation} × {batches} = {micro * accumulation * batches}",
                 str(preset.seq_len),
                 *(_models(get_preset(name, method)) for method in METHODS),
-                f"`{launch}`",
             ]
         )
-    return table(["preset", "hardware", "batch (full)", "tokens (full)", "full", "LoRA", "QLoRA", "command"], lines)
+    return table(["preset", "hardware", "batch (full)", "tokens (full)", "full", "LoRA", "QLoRA"], lines)
 
 
 def _models(preset: Preset) -> str:
@@ -66,13 +59,6 @@ def _models(preset: Preset) -> str:
     model, largest = preset.reference_model, largest_model(preset) or preset.reference_model
     short = [one.rpartition("/")[2] for one in dict.fromkeys([model, largest])]
     return f"{short[0]} ({short[1]})" if len(short) > 1 else short[0]
-
-
-def _config(preset: Preset) -> str:
-    """The shipped YAML of a preset: its own, or that of its engine."""
-    folder = ROOT / "accelerate_configs"
-    names = [f"{preset.name}.yaml", f"{preset.name}_{preset.strategy}.yaml", f"{preset.name.rpartition('_')[0]}.yaml"]
-    return next(name for name in names if (folder / name).is_file())
 
 
 API = {
