@@ -223,7 +223,15 @@ GOOD = {
     "alpaca": {"instruction": "Two plus two?", "output": "Four."},
     "text": {"text": "Two plus two is four."},
 }
-_WRONG = {"null": None, "a number": 5, "a switch": True, "a mapping": {"a": 1}, "a list of numbers": [5]}
+_WRONG = {
+    "null": None,
+    "empty": "",
+    "blank": " \n",
+    "a number": 5,
+    "a switch": True,
+    "a mapping": {"a": 1},
+    "a list of numbers": [5],
+}
 _MESSAGES = {
     "an empty list": [],
     "a message that is null": [None],
@@ -238,6 +246,18 @@ _MESSAGES = {
     "a part whose text is a number": [{"role": "user", "content": [{"type": "text", "text": 5}]}, SAY],
     "a part that is a number": [{"role": "user", "content": [5]}, SAY],
     "an answer first": [SAY],
+    "no answer": [ASK],
+    "an answer that is empty": [ASK, {"role": "assistant", "content": ""}],
+    "an answer that is blank": [ASK, {"role": "assistant", "content": " \n"}],
+    "an answer that is null": [ASK, {"role": "assistant", "content": None}],
+    "an answer without content": [ASK, {"role": "assistant"}],
+    "an answer of no parts": [ASK, {"role": "assistant", "content": []}],
+    "an answer of an empty part": [ASK, {"role": "assistant", "content": [{"type": "text", "text": ""}]}],
+    "an answer of a part that is null": [ASK, {"role": "assistant", "content": [{"type": "text", "text": None}]}],
+    "an empty answer before a good one": [ASK, {"role": "assistant", "content": ""}, ASK, SAY],
+    "a question that is empty": [{"role": "user", "content": ""}, SAY],
+    "a question that is null": [{"role": "user", "content": None}, SAY],
+    "instructions that are null": [{"role": "system", "content": None}, ASK, SAY],
 }
 
 
@@ -313,7 +333,8 @@ def samples(path: Path, streaming: bool = False) -> list:
 
     loaded, _, form = load_rows(str(path), held_out=0, streaming=streaming)
     tokenizer = AutoTokenizer.from_pretrained(builtin_model())
-    return list(to_trl(loaded, form, find_answer_kind(loaded, form), tokenizer, str(path)))
+    (converted,), _ = to_trl([loaded], form, find_answer_kind(loaded, form), tokenizer, str(path))
+    return list(converted)
 
 
 # ---- commands

@@ -235,6 +235,17 @@ def jsonl(tmp_path):
 
 
 @pytest.fixture
+def no_progress_bars():
+    import datasets
+
+    shown = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    yield
+    if not shown:
+        datasets.enable_progress_bars()
+
+
+@pytest.fixture
 def command(monkeypatch, capsys):
     """hf-memopt in this process, which has imported everything: exit code, output and errors."""
 

@@ -6,11 +6,12 @@ import shlex
 from random import Random
 
 import pytest
+from transformers import AutoTokenizer
 
 from hf_memopt import InputError
 from hf_memopt.cli.answer import command_lines, memory_bar, note_lines, one_each, paragraph, print_answer
-from hf_memopt.data.what_for import Use, find_use
 from hf_memopt.estimator.result import Estimate
+from hf_memopt.planner.data_use import Use, find_use
 from hf_memopt.terminal import PlainStream, clear_status, show_status
 
 
@@ -135,7 +136,8 @@ def test_rows_say_what_they_train_for(row, asked, use, jsonl):
         ([{}], None, "has the columns none; accepted are"),
         ([CHAT], "dpo", "task=dpo needs chosen and rejected"),
         ([CHAT], "grpo", "task=grpo needs prompt"),
-        ([CHAT, PAIR], None, "not all in every row; accepted are"),
+        ([CHAT, PAIR], None, "row 1: the column 'chosen' would not be trained on"),
+        ([CHAT, {"id": 1}], None, "row 1: messages must be a list of messages, not None"),
         ([CHAT, {**CHAT, "label": True}], None, "row 1: the column 'label' would not be trained on"),
         ([{"caption": "A door."}], None, "has the columns caption; accepted are"),
         ([], None, "is empty"),
@@ -144,6 +146,30 @@ def test_rows_say_what_they_train_for(row, asked, use, jsonl):
 def test_rows_that_a_recipe_refuses_are_refused(rows, asked, reason, jsonl):
     with pytest.raises(InputError, match=re.escape(reason)):
         find_use(str(jsonl(rows)), asked)
+
+
+def test_rows_longer_than_a_sample_are_counted(jsonl, builtin_model):
+    """By the model's tokenizer where it is here, whose chat template counts, too; by bytes where it is not."""
+    source = str(jsonl([{"prompt": "a " * count, "completion": "b"} for count in (10, 100, 300)]))
+    use = find_use(source)
+    assert use.lengths == (6, 51, 151) and use.longer_than(51) == 1 and use.longer_than(50) == 2
+    (note,) = use.notes(50)
+    assert note.startswith("2 of 3 rows are longer than 50 tokens by 4 bytes a token, the longest has 151: ")
+    assert use.to_dict(50) == {
+        "rows": 3,
+        "bad_rows": {},
+        "longer": 2,
+        "longest": 151,
+        "tokens_are": "estimated",
+    }
+    counted = find_use(source, model=str(builtin_model))
+    tokenizer = AutoTokenizer.from_pretrained(builtin_model)
+    assert counted.lengths == tuple(len(tokenizer("a " * count + "b")["input_ids"]) for count in (10, 100, 300))
+    assert "bytes" not in counted.notes(50)[0] and counted.notes(max(counted.lengths)) == []
+    pairs = find_use(str(jsonl([{"prompt": "abcd", "chosen": "efgh", "rejected": "ijklmnop"}])))
+    assert pairs.lengths == (3,), "of the longer answer, behind the prompt"
+    chat = find_use(str(jsonl([CHAT])), model=str(builtin_model))
+    assert chat.lengths == (len(tokenizer.apply_chat_template(CHAT["messages"], return_dict=False)),)
 
 
 def test_what_is_not_a_file_of_rows(tmp_path):

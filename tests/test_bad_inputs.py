@@ -22,17 +22,6 @@ def quiet_parser(monkeypatch):
     monkeypatch.setattr(arguments, "_parser", functools.cache(arguments._parser))
 
 
-@pytest.fixture
-def no_progress_bars():
-    import datasets
-
-    shown = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    yield
-    if not shown:
-        datasets.enable_progress_bars()
-
-
 def walk(entries, tmp_path, monkeypatch) -> list[str]:
     """What is wrong with how the entries end."""
     here = tmp_path / "working folder"

@@ -81,9 +81,12 @@ def tokenizer(builtin_model):
 
 
 def is_trained(sample: dict) -> bool:
-    """True of a row that TRL takes: a text, or messages that have an answer."""
+    """True of a row that TRL takes: a text, or messages whose answers all say something."""
     messages = sample.get("messages", sample.get("completion", sample.get("text")))
-    return isinstance(messages, str) or any(message["role"] == "assistant" for message in messages)
+    if isinstance(messages, str):
+        return bool(messages.strip())
+    answers = [message for message in messages if message["role"] == "assistant"]
+    return bool(answers) and all(one["content"].strip() or one.get("tool_calls") for one in answers)
 
 
 @pytest.mark.slow
@@ -101,7 +104,8 @@ def test_any_rows_as_samples(streaming, content, tmp_path, tokenizer):
     path.write_bytes(content)
     try:
         rows, _, form = load_rows(str(path), held_out=0, streaming=streaming)
-        samples = list(to_trl(rows, form, find_answer_kind(rows, form), tokenizer, str(path)))
+        (converted,), _ = to_trl([rows], form, find_answer_kind(rows, form), tokenizer, str(path))
+        samples = list(converted)
         assert samples and all(is_trained(sample) for sample in samples)
     except InputError as error:
         assert str(error)

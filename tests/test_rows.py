@@ -53,12 +53,13 @@ def tokenizer(builtin_model):
 def read(jsonl, tokenizer):
     """Rows of a file as recipes/sft.py gives them to TRL's trainer."""
 
-    def convert(*rows, template=None, streaming=False, split=False, **load):
+    def convert(*rows, template=None, streaming=False, split=False, skip=False, **load):
         if template:
             tokenizer.chat_template = template
         source = jsonl(list(rows))
         train, _, form = load_rows(source, held_out=0, streaming=streaming, **load)
-        return list(to_trl(train, form, find_answer_kind(train, form), tokenizer, source, split))
+        (converted,), _ = to_trl([train], form, find_answer_kind(train, form), tokenizer, source, split, skip)
+        return list(converted)
 
     return convert
 
@@ -234,9 +235,8 @@ def test_the_row_is_that_of_the_file(jsonl, tokenizer):
     rows[29] = {**FORMS["messages"], "rejected": "Five."}
     source = jsonl(rows)
     train, held_out, form = load_rows(source, held_out=0.5)
-    with pytest.raises(InputError, match="row 29: "):
-        for part in (train, held_out):
-            to_trl(part, form, "messages", tokenizer, source)
+    with pytest.raises(InputError, match=r"row 29: .* 1 of 40 rows cannot be trained on"):
+        to_trl([train, held_out], form, "messages", tokenizer, source)
 
 
 # ---- videos

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hf_memopt.cli.answer import command_lines, paragraph
@@ -14,10 +15,11 @@ from hf_memopt.cli.plan_printed import print_plan
 from hf_memopt.cli.speed import AmountOptions, to_dict
 from hf_memopt.errors import InputError, choose
 from hf_memopt.estimator.trl_tasks import TRL_TASKS
-from hf_memopt.files import folder_for
+from hf_memopt.files import folder_for, from_here
 from hf_memopt.foreign.source import Source
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
+from hf_memopt.planner.data_use import Use
 from hf_memopt.planner.devices import with_device_count
 from hf_memopt.presets import METHODS
 from hf_memopt.units import gib
@@ -47,10 +49,12 @@ def run_plan(
     as_json: bool,
     verbose: bool,
     source: Source | None = None,
+    use: Use | None = None,
 ) -> int:
     """Print the profiles that fit; 0 if anything fits, 1 if nothing does.
 
     Args:
+        use: of the data that it trains on; None where they are not read before the job runs.
         verbose: tables of everything, instead of the answer.
         source: another tool's file or command that the job was read from, whose keys the plan is to answer in.
     """
@@ -63,14 +67,14 @@ def run_plan(
     from hf_memopt.planner.plan import plan_job
 
     working(f"reading the configuration of {spec.model}")  # of the hub, perhaps
-    plan = plan_job(spec, progress)
+    plan = replace(plan_job(spec, progress), data=use)
     written = _export(plan, export) if export.folder and plan.profiles else []
     keys, diff = plan_edits(source, plan.usual) if source and plan.profiles else ({}, "")
     if as_json:
         edits = {"keys": keys, "diff": diff} if source else None
         print_json(plan.to_dict() | {"exported": written, "durations": _durations(plan, amount), "edits": edits})
         return 0 if plan.profiles else 1
-    after = paragraph(f"wrote {', '.join(written)}") if written else []
+    after = paragraph(_wrote(written)) if written else []
     if source and plan.profiles:
         after += diff.splitlines() or paragraph(in_words(source, keys))
     words = ["hf-memopt", *sys.argv[1:]]
@@ -88,6 +92,11 @@ def _export(plan, export: ExportOptions) -> list[str]:
     if profile.name != export.profile:
         progress(f"nothing fits the profile {export.profile}: writing {profile.name}")
     return write_files(plan.spec, profile, export.folder, export.overwrite)
+
+
+def _wrote(files: list[str]) -> str:
+    names = (Path(file).name for file in files)
+    return f"wrote {', '.join(names)} to {from_here(Path(files[0]).parent)}"
 
 
 def _durations(plan, amount: AmountOptions) -> dict[str, Any]:

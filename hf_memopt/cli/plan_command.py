@@ -102,9 +102,14 @@ def plan(
         typer.Option(
             metavar="DATA",
             help="A jsonl file, whose rows say the task (answers: sft, pairs: dpo, texts) and, for the time, how many "
-            "they are; or a hub name. Where a recipe runs the job, it stands in the command that is printed.",
+            "they are, each judged as the recipe judges it; or a hub name. Where a recipe runs the job, it stands in "
+            "the command that is printed.",
         ),
     ] = None,
+    skip_bad_rows: Annotated[
+        bool,
+        typer.Option("--skip-bad-rows", help="Leave out rows that cannot be trained on; without it they are refused."),
+    ] = False,
     settings: Settings = None,
     frames: Annotated[
         str | None, typer.Option(help="max: the most frames of a video that fit, for several frame sizes.")
@@ -201,6 +206,8 @@ def plan(
         raise InputError(f"--frames max counts the frames of one device's whole memory: leave {name} out")
     if dataset and is_source(model):
         raise InputError("--dataset: the file names its own data; for the time, say --samples")
+    if skip_bad_rows and not dataset:
+        raise InputError("--skip-bad-rows is of the rows of --dataset: name it")
     if dataset:
         dataset = hub_name(dataset)
         local_path(dataset)
@@ -225,7 +232,8 @@ def plan(
     # The rows of a data set are an amount, too, and are counted when they are read.
     counted = "1" if dataset and tokens is None and samples is None else samples
     AmountOptions(tokens=tokens, epochs=epochs, samples=counted, price=price).read()
-    spec = check_words(replace(spec, dataset=dataset, quick=quick), (*METHODS, "any"))
+    data = {"dataset": dataset, "skip_bad_rows": skip_bad_rows}
+    spec = check_words(replace(spec, **data, quick=quick), (*METHODS, "any"))
     if use := _use_of(spec):
         spec = replace(spec, task=use.task)
         if use.samples and samples is None and tokens is None:
@@ -241,7 +249,7 @@ def plan(
         raise typer.Exit(run_frames(spec, json))
     if longest:
         raise typer.Exit(run_lengths(spec, json))
-    raise typer.Exit(run_plan(spec, ExportOptions(export, overwrite, profile), amount, json, verbose, source))
+    raise typer.Exit(run_plan(spec, ExportOptions(export, overwrite, profile), amount, json, verbose, source, use))
 
 
 def _use_of(spec):
@@ -252,11 +260,13 @@ def _use_of(spec):
     """
     if not spec.dataset:
         return None
-    from hf_memopt.data.what_for import find_use
+    from hf_memopt.estimator.architectures import hub_id
     from hf_memopt.estimator.spec_job import read_model
+    from hf_memopt.planner.data_use import find_use
 
     asked = read_model(spec)
-    use = find_use(spec.dataset, spec.task, with_media=asked.video is not None)
+    model = hub_id(spec.model) if spec.is_named else None
+    use = find_use(spec.dataset, spec.task, asked.video is not None, model, spec.skip_bad_rows)
     if use is not None:
         use.check_model(spec.dataset, asked)
     return use

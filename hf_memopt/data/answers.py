@@ -1,14 +1,17 @@
 """Rows in the forms that TRL's SFTTrainer takes, each checked before anything is loaded."""
 
+import itertools
 import json
+from functools import partial
 from typing import Any
 
+from hf_memopt.data.bad_rows import sift
 from hf_memopt.data.chat import Chat
-from hf_memopt.data.columns import SYSTEM, check_columns, row_number
-from hf_memopt.data.row_places import Place
-from hf_memopt.data.turns import joined_text, read_messages, read_tools
+from hf_memopt.data.columns import SYSTEM, check_columns
+from hf_memopt.data.turns import joined_text, read_messages, read_text, read_tools
 from hf_memopt.errors import InputError, brief
 
+_FIRST = 100  # rows whose majority says what the others have to be
 # https://huggingface.co/docs/trl/dataset_formats. Messages and tools are JSON, so that Arrow fills in no keys.
 _KINDS = {
     "text": ("text",),
@@ -19,49 +22,66 @@ _KINDS = {
 
 
 def find_answer_kind(rows, form: str) -> str:
-    """The form of TRL's that rows of a form of columns.FORMS become."""
+    """The form of TRL's that rows of a form of columns.FORMS become, by most of the first rows."""
     if form != "prompt/completion":
         return "text" if form == "text" else "messages"
-    first = next(iter(rows))
-    if isinstance(first["prompt"], list):
+    first = list(itertools.islice(iter(rows), _FIRST))
+    if 2 * sum(isinstance(row["prompt"], list) for row in first) > len(first):
         return "prompt and completion of messages"
     # Two texts follow each other as they are, unless there is a system message, which only chats have.
-    return "messages" if any(name in first for name in SYSTEM) else "prompt and completion"
+    return "messages" if any(name in row for row in first for name in SYSTEM) else "prompt and completion"
 
 
-def to_trl(rows, form: str, kind: str, tokenizer, source: str = "", split: bool = False):
-    """Rows as TRL takes them, with no other columns.
+def to_trl(parts, form: str, kind: str, tokenizer, source: str = "", split: bool = False, skip: bool = False):
+    """Rows as TRL takes them, with no other columns, and what sift() says of those that cannot be trained on.
 
     Args:
+        parts: training and held-out rows, Datasets or streams; None where there are none.
         form: of columns.FORMS.
         kind: what find_answer_kind() returned for the training rows.
         split: make a sample of every answer, with the conversation up to it as its prompt: for chat templates that do
             not mark what the assistant writes.
+        skip: leave out rows that cannot be trained on.
 
     Raises:
-        InputError: names the row that cannot be trained on.
+        InputError: names the rows that cannot be trained on, unless they are skipped.
     """
+    judge = partial(read_answer, form=form, kind=kind, chat=Chat(tokenizer) if "messages" in kind else None)
+    kept, bad = sift(parts, judge, source, skip)
+    return [rows and _converted(rows, form, kind, split) for rows in kept], bad
+
+
+def _converted(rows, form: str, kind: str, split: bool):
     from datasets import Features, Json, Value
 
-    chat = Chat(tokenizer) if "messages" in kind else None
-    numbers, streamed = getattr(rows, "_indices", None), not hasattr(rows, "__len__")
-
-    def convert(row: dict, index: int) -> dict[str, Any]:
-        where = Place(source, row_number(numbers, index), dict(row) if streamed else None)
-        check_columns(row, form, where)
-        return _plain(row, _KINDS[kind], where) if chat is None else _of_messages(row, form, kind, chat, where)
+    def convert(row: dict) -> dict[str, Any]:
+        return read_answer(row, "", form, kind)
 
     def features(kind: str):
-        feature = Value("string") if chat is None else Json()
+        feature = Json() if "messages" in kind else Value("string")
         return Features({name: Value("string") if name == "tools" else feature for name in _KINDS[kind]})
 
-    settings: dict[str, Any] = {"remove_columns": rows.column_names or list(next(iter(rows)))}
-    described = {} if streamed else {"desc": "checking rows"}
-    converted = rows.map(convert, with_indices=True, features=features(kind), **settings, **described)
+    settings: dict[str, Any] = {"remove_columns": rows.column_names or list(next(iter(rows), {}))}
+    described = {"desc": "converting rows"} if hasattr(rows, "__len__") else {}
+    converted = rows.map(convert, features=features(kind), **settings, **described)
     if not (split and kind == "messages"):
         return converted
     prompts = features("prompt and completion of messages")
     return converted.map(_each_answer, batched=True, remove_columns=["messages"], features=prompts)
+
+
+def read_answer(row: dict, where, form: str, kind: str, chat: Chat | None = None) -> dict[str, Any]:
+    """A row as TRL takes it.
+
+    Args:
+        where: names the row in errors.
+        chat: the template that has to write all of the row; None where that is known, or there is none.
+
+    Raises:
+        InputError: the row cannot be trained on.
+    """
+    check_columns(row, form, where)
+    return _of_messages(row, form, kind, chat, where) if "messages" in kind else _plain(row, _KINDS[kind], where)
 
 
 def _plain(row: dict, names: tuple[str, ...], where) -> dict[str, str]:
@@ -69,22 +89,23 @@ def _plain(row: dict, names: tuple[str, ...], where) -> dict[str, str]:
         raise InputError(f"{where}: tools are for messages: write prompt and completion as lists of messages")
     for name in names:
         if not isinstance(row[name], str):
-            again = "" if name == "text" else " here, as in the first row"
+            again = "" if name == "text" else " here, as in most rows"
             raise InputError(f"{where}: {name} must be a text{again}, not {brief(row[name])}")
-    return {name: row[name] for name in names}
+    return {name: read_text(row, name, where) for name in names}
 
 
-def _of_messages(row: dict, form: str, kind: str, chat: Chat, where) -> dict[str, Any]:
+def _of_messages(row: dict, form: str, kind: str, chat: Chat | None, where) -> dict[str, Any]:
     messages = [
         {**message, "content": joined_text(message["content"], where)} for message in read_messages(row, form, where)
     ]
     tools = read_tools(row, where)
-    chat.check(messages, tools, where)
+    if chat is not None:
+        chat.check(messages, tools, where)
     converted: dict[str, Any] = {"tools": json.dumps(tools) if tools else None}
     if kind == "messages":
         return converted | {"messages": messages}
     if not isinstance(row["prompt"], list):
-        raise InputError(f"{where}: prompt and completion must be lists of messages here, as in the first row")
+        raise InputError(f"{where}: prompt and completion must be lists of messages here, as in most rows")
     prompts = len(messages) - len(row["completion"])
     prompt, completion = messages[:prompts], messages[prompts:]
     if not any(message["role"] == "assistant" for message in completion):

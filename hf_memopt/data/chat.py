@@ -59,11 +59,6 @@ class Chat:
         Raises:
             InputError: see text_and_answers().
         """
-        roles = [message["role"] for message in messages]
-        if roles[:1] == ["assistant"]:
-            raise InputError(f"{where}: begins with an answer: put the question before it, or remove the answer")
-        if "assistant" not in roles:
-            raise InputError(f"{where}: has no answer (a message of the assistant)")
         text = self._render(messages, tools, where)
         if tools and _TOOLS not in self._checked:
             if self._render(messages, None, where) == text:

@@ -1,6 +1,7 @@
-"""Pairs of answers, in the forms that TRL's DPO and reward trainers take."""
+"""Pairs of answers, and prompts, in the forms that TRL's trainers take."""
 
-from hf_memopt.data.columns import MEDIA, Form, is_empty, row_number
+from hf_memopt.data.columns import MEDIA, Form
+from hf_memopt.data.turns import is_blank
 from hf_memopt.errors import InputError
 
 # https://huggingface.co/docs/trl/dataset_formats: preference, with the prompt in a column or at the start of both.
@@ -28,37 +29,42 @@ def check_pair_columns(names: list[str], source) -> list[str]:
     return sorted(set(names) - {*PAIRS.needed, *PAIRS.optional})
 
 
-def check_pairs(rows, source, has_template: bool) -> None:
-    """Refuse rows that TRL could not tokenize, or would train on without a difference.
+def check_pair(row: dict, where, has_template: bool = True) -> None:
+    """Refuse a row that TRL could not tokenize, or would train on without a difference.
 
     Args:
+        where: names the row in errors.
         has_template: the tokenizer has a chat template.
 
     Raises:
         InputError: names the row.
     """
-    for index, row in enumerate(rows):
-        where = f"data set {source!r}, row {row_number(rows._indices, index)}"
-        kinds = set()
-        for name in ("prompt", *PAIRS.needed):
-            if name == "prompt" and name not in row:
-                continue
-            if is_empty(row[name]):
-                raise InputError(f"{where}: {name} is empty")
-            kinds.add(_kind(row[name], f"{where}: {name}"))
-        if len(kinds) > 1:
-            raise InputError(f"{where}: some of {', '.join(PAIRS.needed)} and prompt are texts, others messages")
-        if kinds == {"messages"} and not has_template:
-            raise InputError(f"{where}: it has messages, and the tokenizer has no chat template")
-        if row["chosen"] == row["rejected"]:
-            raise InputError(f"{where}: chosen and rejected are the same")
+    kinds = {_kind(row[name], f"{where}: {name}") for name in ("prompt", *PAIRS.needed) if name in row}
+    if len(kinds) > 1:
+        raise InputError(f"{where}: some of {', '.join(PAIRS.needed)} and prompt are texts, others messages")
+    if kinds == {"messages"} and not has_template:
+        raise InputError(f"{where}: it has messages, and the tokenizer has no chat template")
+    if row["chosen"] == row["rejected"]:
+        raise InputError(f"{where}: chosen and rejected are the same")
+
+
+def check_prompt(row: dict, where, needed: tuple[str, ...] = ("prompt", "completion")) -> None:
+    """Refuse a prompt that is completed in training, or its right answer, where either is missing.
+
+    Raises:
+        InputError: names the row.
+    """
+    for name in needed:
+        _kind(row[name], f"{where}: {name}")
 
 
 def _kind(value, where: str) -> str:
+    if is_blank(value):
+        raise InputError(f"{where} is empty: fill it, or remove the row")
     if isinstance(value, str):
         return "text"
     good = isinstance(value, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and not is_empty(turn.get("content"))
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and not is_blank(turn.get("content"))
         for turn in value
     )
     if not good:

@@ -1,10 +1,20 @@
 """Texts as blocks of token ids for pretraining."""
 
-from hf_memopt.data.columns import check_columns, row_number
-from hf_memopt.data.row_places import Place
-from hf_memopt.errors import InputError, brief
+from hf_memopt.data.columns import check_columns
+from hf_memopt.data.turns import read_text
+from hf_memopt.errors import InputError
 
 IGNORED = -100  # ignore_index of PyTorch's cross entropy
+
+
+def check_text(row: dict, where) -> None:
+    """Refuse a row whose text cannot be trained on; of an empty one, its end-of-text token is.
+
+    Raises:
+        InputError: names the row.
+    """
+    check_columns(row, "text", where)
+    read_text(row, "text", where, may_be_blank=True)
 
 
 def packed(rows, tokenizer, length: int, source: str = "", shorter: bool = False):
@@ -14,23 +24,16 @@ def packed(rows, tokenizer, length: int, source: str = "", shorter: bool = False
     them).
 
     Args:
-        rows: with a column `text`.
+        rows: that check_text() accepts.
         shorter: texts that fill no block of `length` become one block of all their tokens.
 
     Raises:
-        InputError: a text is not a string, or the texts together are shorter than one block.
+        InputError: the texts together are shorter than one block.
     """
     if tokenizer.eos_token_id is None:
         raise InputError("the tokenizer has no end-of-text token (eos_token), which packing needs between texts")
-    numbers, streamed = getattr(rows, "_indices", None), not hasattr(rows, "__len__")
 
-    def tokenize(batch, indices):
-        for place, index in enumerate(indices):
-            row = {name: values[place] for name, values in batch.items()}
-            where = Place(source, row_number(numbers, index), row if streamed else None)
-            check_columns(row, "text", where)
-            if not isinstance(row["text"], str):
-                raise InputError(f"{where}: text must be a text, not {brief(row['text'])}")
+    def tokenize(batch):
         ids = tokenizer(batch["text"], verbose=False)["input_ids"]
         return {"ids": [[*tokens, tokenizer.eos_token_id] for tokens in ids]}
 
@@ -40,8 +43,8 @@ def packed(rows, tokenizer, length: int, source: str = "", shorter: bool = False
         blocks = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
         return {"input_ids": blocks, "labels": [list(ids) for ids in blocks]}
 
-    described = [{}, {}] if streamed else [{"desc": "tokenizing"}, {"desc": "packing"}]
-    settings = {"batched": True, "with_indices": True, "remove_columns": rows.column_names}
+    described = [{"desc": "tokenizing"}, {"desc": "packing"}] if hasattr(rows, "__len__") else [{}, {}]
+    settings = {"batched": True, "remove_columns": rows.column_names}
     tokenized = rows.map(tokenize, **settings, **described[0])
     blocks = tokenized.map(block, batched=True, remove_columns=["ids"], **described[1])
     if shorter and next(iter(blocks), None) is None:

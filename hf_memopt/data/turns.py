@@ -3,11 +3,13 @@
 import json
 from typing import Any
 
-from hf_memopt.data.columns import SYSTEM, is_empty
+from hf_memopt.data.columns import MEDIA, SYSTEM, is_empty
 from hf_memopt.errors import InputError, brief
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
+_CALLS = ("tool_calls", "function_call")  # an answer that calls a function may have no text
+_MAY_BE_BLANK = ("system", "developer", "tool")  # what a tool returns, and instructions, may be nothing
 
 
 def read_messages(row: dict, form: str, where: str) -> list[dict]:
@@ -26,6 +28,7 @@ def read_messages(row: dict, form: str, where: str) -> list[dict]:
     if not turns:
         raise InputError(f"{where}: {form} is empty: give it a question and an answer, or remove the row")
     messages = [_message(turn, where) for turn in turns]
+    _check_turns(messages, where, with_media=not all(is_empty(row.get(name)) for name in MEDIA))
     system = _system(row, where)
     if not system:
         return messages
@@ -79,6 +82,18 @@ def joined_text(content, where: str) -> str:
     return "".join(part if isinstance(part, str) else _part_text(part, where) for part in content)
 
 
+def is_blank(content) -> bool:
+    """True of a message's content that is missing or has no letter: a text, or a list of parts."""
+    if isinstance(content, str):
+        return not content.strip()
+    if isinstance(content, list | tuple):
+        return all(map(is_blank, content))
+    if isinstance(content, dict) and content.get("type", "text") == "text":
+        values = (value for key, value in content.items() if key != "type")
+        return all(value is None or is_blank(value) for value in values)
+    return content is None
+
+
 def _part_text(part, where: str) -> str:
     part = part if isinstance(part, dict) else {"type": _brief(part)}
     kind = part.get("type", "text")
@@ -99,20 +114,27 @@ def _turns(row: dict, form: str, where: str):
     if form in ("messages", "conversations"):
         return row[form]
     if form == "alpaca":
-        context = "" if is_empty(row.get("input")) else f"\n\n{_text(row, 'input', where)}"
-        question = _text(row, "instruction", where) + context
-        return [_turn("user", question), _turn("assistant", _text(row, "output", where))]
+        context = "" if is_empty(row.get("input")) else f"\n\n{read_text(row, 'input', where)}"
+        question = read_text(row, "instruction", where, may_be_blank=bool(context.strip())) + context
+        return [_turn("user", question), _turn("assistant", read_text(row, "output", where))]
     if form == "caption":
-        return [_turn("user", ""), _turn("assistant", _text(row, "caption", where))]
+        return [_turn("user", ""), _turn("assistant", read_text(row, "caption", where))]
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         return [*prompt, *completion]
-    return [_turn("user", _text(row, "prompt", where)), _turn("assistant", _text(row, "completion", where))]
+    return [_turn("user", read_text(row, "prompt", where)), _turn("assistant", read_text(row, "completion", where))]
 
 
-def _text(row: dict, name: str, where: str) -> str:
+def read_text(row: dict, name: str, where: str, may_be_blank: bool = False) -> str:
+    """A column that holds a text.
+
+    Raises:
+        InputError: it holds none, or one without a letter.
+    """
     if not isinstance(row[name], str):
         raise InputError(f"{where}: {name} must be a text, not {_brief(row[name])}")
+    if not may_be_blank and is_blank(row[name]):
+        raise InputError(f"{where}: {name} is empty: fill it, or remove the row")
     return row[name]
 
 
@@ -121,7 +143,8 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 
 def _system(row: dict, where: str) -> str | None:
-    texts = {_text(row, name, where).strip(): row[name] for name in SYSTEM if not is_empty(row.get(name))}
+    given = [name for name in SYSTEM if not is_empty(row.get(name))]
+    texts = {read_text(row, name, where, may_be_blank=True).strip(): row[name] for name in given}
     if len(texts) > 1:
         raise InputError(f"{where}: the columns {' and '.join(SYSTEM)} differ")
     return next(iter(texts.values()), None)
@@ -133,12 +156,37 @@ def _message(turn, where: str) -> dict:
     role = next((turn[key] for key in _ROLE_KEYS if turn.get(key) is not None), None)
     if not isinstance(role, str):
         raise InputError(f"{where}: a message has no role: {_brief(turn)}")
-    content = next((turn[key] for key in _CONTENT_KEYS if turn.get(key) is not None), "")
-    if not isinstance(content, str | list):
+    content = next((turn[key] for key in _CONTENT_KEYS if turn.get(key) is not None), None)
+    if not isinstance(content, str | list | None):
         raise InputError(f"{where}: the content of a message must be a text or a list of parts, not {_brief(content)}")
     extra = {key: value for key, value in turn.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS)}
     extra = {key: without_nones(value) for key, value in extra.items() if not is_empty(value)}
     return {"role": _ROLES.get(role, role), "content": content, **extra}
+
+
+def _check_turns(messages: list[dict], where: str, with_media: bool) -> None:
+    """Check that a conversation has an answer, behind a question, and that nothing in it is missing.
+
+    Args:
+        with_media: a question may be a video or an image of the row alone.
+
+    Raises:
+        InputError: it is not so.
+    """
+    for message in messages:
+        role, content = message["role"], message["content"]
+        name = "the answer" if role == "assistant" else f"a message of the role {role!r}"
+        calls = role == "assistant" and any(not is_empty(message.get(key)) for key in _CALLS)
+        if content is None and not calls:
+            raise InputError(f"{where}: {name} has no content (null): fill it, or remove the row")
+        if is_blank(content) and not (calls or role in _MAY_BE_BLANK or (role == "user" and with_media)):
+            raise InputError(f"{where}: {name} is empty: fill it, or remove the row")
+        message["content"] = content or ""
+    roles = [message["role"] for message in messages]
+    if roles[0] == "assistant":
+        raise InputError(f"{where}: begins with an answer: put the question before it, or remove the answer")
+    if "assistant" not in roles:
+        raise InputError(f"{where}: has no answer (a message of the assistant)")
 
 
 def _brief(value) -> str:

@@ -70,6 +70,7 @@ class JobSpec:
         video: the clips of a sample.
         frozen: parts of a video model that are not trained.
         dataset: that the launch command trains on, as its user writes it.
+        skip_bad_rows: it leaves out rows that cannot be trained on.
         streaming: a plan may keep frozen weights in host memory.
         quick: a plan answers by its sketches.
         tool: whose configuration it was read from; what that leaves out, TrainingArguments decide, and no preset.
@@ -103,6 +104,7 @@ class JobSpec:
     video: Any = None
     frozen: tuple[str, ...] = ()
     dataset: str | None = None
+    skip_bad_rows: bool = False
     streaming: bool = False
     quick: bool = False
     tool: Tool | None = None

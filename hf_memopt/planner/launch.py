@@ -71,8 +71,12 @@ def memory_settings(profile) -> dict[str, Any]:
 def launch_command(spec: JobSpec, profile) -> str:
     """The command that starts a profile from the current folder, with the recipes of this installation; where the
     user named no data, once YOUR_DATA.jsonl is replaced."""
-    data = ["--dataset_name", shlex.quote(spec.dataset or "YOUR_DATA.jsonl")]
+    data = _data_arguments(spec, spec.dataset or "YOUR_DATA.jsonl")
     return " ".join([*launcher_command(profile), *recipe_command(spec, profile), *data])
+
+
+def _data_arguments(spec: JobSpec, source: str) -> list[str]:
+    return ["--dataset_name", shlex.quote(source), *(["--skip_bad_rows", "true"] if spec.skip_bad_rows else [])]
 
 
 def accelerate_config(profile, deepspeed_file: str | None = None) -> dict[str, Any]:
@@ -138,7 +142,7 @@ def write_files(spec: JobSpec, profile, directory: str, overwrite: bool = False)
     argv[0] = shlex.quote(str(_recipe_file(spec)))
     if spec.dataset:
         data = Path(spec.dataset).expanduser()
-        argv += ["--dataset_name", shlex.quote(str(data.resolve()) if data.exists() else spec.dataset)]
+        argv += _data_arguments(spec, str(data.resolve()) if data.exists() else spec.dataset)
     files |= scripts(profile.preset, folder, argv)
     write_folder(folder, files, overwrite)
     return [str(folder / file) for file in sorted(files)]

@@ -14,6 +14,7 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.packages import how_to_install, is_installed
 from hf_memopt.planner.alternatives import Alternative, Rejected
 from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.data_use import Use
 from hf_memopt.planner.search import summarize
 from hf_memopt.planner.shared_samples import SharedSamples
 from hf_memopt.planner.trl_choices import trl_space
@@ -77,6 +78,7 @@ class Plan:
         link: that the link to host memory bounds the speed of the usual profile; None where it does not.
         shared: the job whose samples devices share; None where whole ones have room.
         precision: that weights have less precision than the preset's, without which nothing fits; None where not.
+        data: the rows that it trains on; None where they are not read before the job runs.
     """
 
     spec: JobSpec
@@ -89,6 +91,7 @@ class Plan:
     link: str | None = None
     precision: str | None = None
     shared: SharedSamples | None = None
+    data: Use | None = None
 
     def __iter__(self):
         return iter(self.profiles)
@@ -124,7 +127,7 @@ class Plan:
             notes.append(self.shared.text)
         if (space := trl_space(self.spec)) is not None and self.profiles:
             notes += space.notes(self.usual.choice, device)
-        return notes
+        return [*notes, *(self.data.notes(self.spec.seq_len) if self.data else ())]
 
     def _speed_note(self) -> str | None:
         """The basis of the speeds, or why there are none; None of a plan without profiles."""
@@ -157,5 +160,6 @@ class Plan:
             "missing_bytes": self.missing_bytes,
             "nearest": self.nearest,
             "notes": self.notes,
+            "data": self.data and self.data.to_dict(self.spec.seq_len),
             **({"quick": True} if self.spec.quick else {}),
         }

@@ -4,12 +4,13 @@ import logging
 from dataclasses import dataclass, field
 
 from hf_memopt.data.answers import find_answer_kind, to_trl
+from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.data.sources import say_once
 from hf_memopt.errors import InputError
 from hf_memopt.packages import how_to_install
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.job import Job, remove_new_folders
-from hf_memopt.recipe.rows import evaluate_nothing, fill_stream, load_job_rows
+from hf_memopt.recipe.rows import evaluate_nothing, fill_stream, keep_good, load_job_rows
 from hf_memopt.stack.versions import has
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ def load_answers(job: Job, tokenizer):
         train, held_out, form = load_job_rows(job, source)
         kind = find_answer_kind(train, form)
         split = _choose_loss(job, kind, tokenizer)
-        train, held_out = (rows and to_trl(rows, form, kind, tokenizer, source, split) for rows in (train, held_out))
+        skip = job.recipe.skip_bad_rows
+        train, held_out = keep_good(job, *to_trl((train, held_out), form, kind, tokenizer, source, split, skip))
         if job.recipe.streaming:
             train = fill_stream(train, job, source)
     return train, held_out
@@ -93,7 +95,7 @@ def _marks_answers(tokenizer) -> bool:
 
 
 def check_samples(job: Job, trainer, rows: int | None) -> None:
-    """Warn of rows that TRL dropped, whose answer begins beyond max_length.
+    """Say which rows TRL dropped, whose answer begins beyond max_length, and how many it cut.
 
     Args:
         rows: that the trainer was given; None of a stream.
@@ -114,6 +116,11 @@ def check_samples(job: Job, trainer, rows: int | None) -> None:
                 continue
             remove_new_folders(job)
             raise InputError(f"no row of data set {source!r} has an answer within {length} tokens: raise max_length")
-    left = len(trainer.train_dataset)
-    if not job.args.packing and left < rows:
-        logger.warning("%d of %d rows dropped: no answer within max_length=%d", rows - left, rows, length)
+    if job.args.packing:
+        return
+    lengths = sample_lengths(trainer.train_dataset)
+    if dropped := rows - len(lengths):
+        say_once("%d of %d rows dropped: no answer within max_length=%d", dropped, rows, length)
+        job.bad_rows.counts[f"no answer within max_length={length}"] = dropped
+    if full := sum(tokens >= length for tokens in lengths):
+        say_once("note: %d of %d rows fill max_length=%d: what they have beyond it is cut", full, len(lengths), length)

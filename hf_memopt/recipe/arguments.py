@@ -69,6 +69,10 @@ class RecipeArguments:
     ignore_columns: list[str] | None = field(
         default=None, metadata={"help": "Columns of the data to ignore, which would be refused otherwise."}
     )
+    skip_bad_rows: bool = field(
+        default=False,
+        metadata={"help": "Leave out rows that cannot be trained on, and say how many. Default: they end the run."},
+    )
     held_out: float = field(
         default=USUAL_HELD_OUT,
         metadata={"help": "Rows held out for evaluation: a share below 1, or a number. 0: none."},

@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_memopt.compatibility import check_config_file, launched_config_file, resolve_engine, world_size
 from hf_memopt.compatibility.launch import LAUNCHER, chosen_by_launcher
+from hf_memopt.data.bad_rows import BadRows
 from hf_memopt.disk import check_writable
 from hf_memopt.engines import Engine
 from hf_memopt.engines.mesh import mesh_strategy
@@ -72,6 +73,7 @@ class Job:
             follows the data where those have fewer rows.
         planned: the plan's profile; None where a preset was named.
         profile: what a video profile changes of the preset, as text; None where it changes nothing.
+        bad_rows: of its data, which are left out.
     """
 
     recipe: RecipeArguments
@@ -85,6 +87,7 @@ class Job:
     given: frozenset[str] = frozenset()
     planned: Planned | None = None
     profile: str | None = None
+    bad_rows: BadRows = field(default_factory=BadRows)
 
     def probed(self, samples_at_once: int) -> None:
         """Start again with a safer profile of the plan where the largest batch did not fit at once.

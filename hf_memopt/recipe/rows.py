@@ -5,8 +5,9 @@ A default that counts rows follows the data where they have fewer, and says so; 
 
 import itertools
 
+from hf_memopt.data.bad_rows import BadRows, sift
 from hf_memopt.data.sources import load_rows, say_once
-from hf_memopt.data.tokens import packed
+from hf_memopt.data.tokens import check_text, packed
 from hf_memopt.errors import InputError
 from hf_memopt.recipe.arguments import BATCH
 from hf_memopt.recipe.job import Job
@@ -26,6 +27,9 @@ def load_texts(job: Job, tokenizer, length: int):
         rows, held_out_rows, form = load_job_rows(job, source)
         if form != "text":
             raise InputError(f"data set {source!r} has {form}, and pretraining takes `text`: use recipes/sft.py")
+        rows, held_out_rows = keep_good(
+            job, *sift((rows, held_out_rows), check_text, source, job.recipe.skip_bad_rows)
+        )
         train = packed(rows, tokenizer, length, source, shorter="max_length" not in job.given)
         if (tokens := len(next(iter(train))["input_ids"])) < length:
             say_once("note: max_length: one block of %d tokens, all that the data have, instead of %d", tokens, length)
@@ -83,6 +87,22 @@ def load_job_rows(job: Job, source: str, **what):
     if held_out is None:
         evaluate_nothing(job.args)
     return train, held_out, columns
+
+
+def keep_good(job: Job, parts, bad: BadRows) -> tuple:
+    """The good rows of a job, which remembers those that are left out. Where none is held out any more, nothing is
+    evaluated.
+
+    Args:
+        parts: to train on, and held out, as sift() left them.
+    """
+    job.bad_rows, (train, held_out) = bad, parts
+    if hasattr(train, "__len__") and not len(train):
+        raise InputError(f"{bad.listed()}: no row is left to train on, all others are held out: lower held_out")
+    if hasattr(held_out, "__len__") and not len(held_out):
+        held_out = None
+        evaluate_nothing(job.args)
+    return train, held_out
 
 
 def evaluate_nothing(args) -> None:

@@ -111,8 +111,13 @@ def _describe_job(job: Job, trainer, length: int) -> list[tuple[str, str]]:
             f"weights {preset.dtype}, compute {preset.precision}, optimizer {optimizer}, "
             f"attention {model.config._attn_implementation}",
         ),
-        ("data", f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out"),
+        ("data", _describe_data(job, trainer)),
     ]
+
+
+def _describe_data(job: Job, trainer) -> str:
+    left_out = f", {job.bad_rows.count} left out" if job.bad_rows.count else ""
+    return f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out{left_out}"
 
 
 def _describe_engine(job: Job) -> str:
@@ -290,6 +295,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
             (line["train_runtime"] for line in trainer.state.log_history if "train_runtime" in line), None
         ),
         "events": trainer.memory_events,
+        "rows": {"total": job.bad_rows.total, "dropped": job.bad_rows.counts},
     }
     if hasattr(trainer.train_dataset, "bad"):
         report["bad_videos"] = trainer.train_dataset.bad.listed()

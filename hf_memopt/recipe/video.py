@@ -1,6 +1,5 @@
 """The video recipe's own arguments, its samples, and its answers about them."""
 
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,13 +8,14 @@ import torch
 from accelerate.utils import send_to_device
 
 from hf_memopt.compatibility import resolve_engine
+from hf_memopt.data.bad_rows import sift
 from hf_memopt.data.packed_batches import packed_batches
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, choose
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments
 from hf_memopt.recipe.auto import plans_here
 from hf_memopt.recipe.job import Job
-from hf_memopt.recipe.rows import load_job_rows
+from hf_memopt.recipe.rows import keep_good, load_job_rows
 from hf_memopt.recipe.video_tier import choose_clips
 from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.collator import TOKENS, VideoCollator
@@ -214,17 +214,15 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
         raise InputError("streaming: videos are read one by one anyway; leave it out")
     source = recipe.dataset_name or str(moving_shapes())
     with job.args.main_process_first(desc="preparing data"):
-        train, held_out, _ = load_job_rows(job, source, with_media=True)
+        *parts, _ = load_job_rows(job, source, with_media=True)
     limits = Limits(recipe.max_frames, recipe.video_fps, recipe.max_pixels_per_frame, recipe.max_video_tokens, length)
     encode = Encoder(processor, limits, _folder(recipe.media_folder, source), _downloads(job), _frame_cache(job))
+    with job.args.main_process_first(desc="checking data"):
+        parts = [rows and _undecoded(rows) for rows in parts]
+        parts = keep_good(job, *sift(parts, encode.check, source, recipe.skip_bad_rows))
     bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)
-    data_sets = [
-        None if rows is None else VideoSamples(_undecoded(rows), encode, bad, f"{source}: {name}")
-        for rows, name in ((train, "row"), (held_out, "held-out row"))
-    ]
-    for samples in filter(None, data_sets):
-        samples.check(_GLANCED_AT if _holds_files(samples.rows) else math.inf)
-    return tuple(data_sets)
+    train, held_out = (rows and VideoSamples(rows, encode, bad, f"{source}: row") for rows in parts)
+    return train, held_out
 
 
 def _downloads(job: Job) -> Downloads | None:
@@ -243,14 +241,6 @@ def _folder(media_folder: str | None, source: str) -> Path:
     if media_folder and not folder.is_dir():
         raise InputError(f"media_folder={media_folder}: no such folder")
     return folder if folder.is_dir() else Path()
-
-
-def _holds_files(rows) -> bool:
-    """True if the rows are as large as their media, so that reading all of them takes long."""
-    from datasets import Image, List, Video
-
-    inner = (kind.feature if isinstance(kind, List) else kind for kind in rows.features.values())
-    return any(isinstance(kind, Image | Video) for kind in inner)
 
 
 def _undecoded(rows):

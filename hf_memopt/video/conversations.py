@@ -55,8 +55,6 @@ def conversation(row: dict, where: str, urls: bool = False) -> tuple[list[dict],
     if form == "caption" and not any(listed.values()):
         raise InputError(f"{where}: its caption describes a `video` or an `image`, and the row has neither")
     messages = [_with_parts(message, where) for message in read_messages(row, form, where)]
-    if not any(message["role"] == "assistant" for message in messages):
-        raise InputError(f"{where}: has no answer (a message of the assistant)")
     parts = [part for message in messages for part in message["content"] if part["type"] in _KINDS]
     if listed["video"] and not listed["image"] and not any("source" in part for part in parts):
         _name_videos(parts)

@@ -56,6 +56,15 @@ class Encoder:
         check_media(self.processor, {medium.kind for medium in media}, where)
         return messages, media
 
+    def check(self, row: dict, where) -> None:
+        """Check the form of a row; no file is opened.
+
+        Raises:
+            InputError: names the row and what is wrong with it.
+        """
+        messages, _ = self.read(row, where)
+        self.chat.check(messages, read_tools(row, where), where)
+
     def __call__(self, row: dict, where: str = "row") -> dict[str, torch.Tensor]:
         """A row's sample: `input_ids`, `labels`, position inputs and the media's tensors.
 

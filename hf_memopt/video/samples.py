@@ -6,7 +6,6 @@ import torch
 
 from hf_memopt.data.columns import row_number
 from hf_memopt.data.row_places import Place
-from hf_memopt.data.turns import read_tools
 from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.encoder import Encoder
 from hf_memopt.video.outlines import outline_encoder
@@ -36,19 +35,6 @@ class VideoSamples(torch.utils.data.Dataset):
         source, _, kind = self.name.rpartition(": ")
         number = row_number(getattr(self.rows, "_indices", None), index)
         return Place(source, number, kind=kind) if source else f"{kind} {number}"
-
-    def check(self, max_rows: float = math.inf) -> None:
-        """Check the form of the first rows; no file is opened.
-
-        Raises:
-            InputError: names the row and what is wrong with it.
-        """
-        for index, row in enumerate(self.rows):
-            if index >= max_rows:
-                return
-            where = self.where(index)
-            messages, _ = self.encode.read(row, where)
-            self.encode.chat.check(messages, read_tools(row, where), where)
 
     def sizes(self, max_rows: float = math.inf) -> list[float]:
         """Roughly the pixels of each row's videos, from the files' headers; 0 beyond `max_rows` and for bad files.

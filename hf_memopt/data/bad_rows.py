@@ -1,0 +1,157 @@
+"""Rows that cannot be trained on: all are found before the first is trained on, and counted by what is wrong."""
+
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from hf_memopt import __version__
+from hf_memopt.data.columns import row_number
+from hf_memopt.data.row_places import Place
+from hf_memopt.data.sources import say_once
+from hf_memopt.errors import InputError
+
+Judge = Callable[[dict[str, Any], Any], Any]  # of a row and the name of its place; raises InputError
+_KINDS = 5  # that a message spells out
+
+
+@dataclass
+class BadRows:
+    """Rows that a judge refuses.
+
+    Attributes:
+        total: rows that were judged.
+        counts: how many rows are refused, by reason.
+        first: the first row of each reason, with its place, as messages say it.
+    """
+
+    total: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    first: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts.values())
+
+    def listed(self) -> str:
+        """Each reason with its first row and the number of its rows."""
+        named = [f"{first} ({_rows(count)})" for first, count in zip(self.first, self.counts.values(), strict=True)]
+        more = [f"{len(named) - _KINDS} other reasons"] if len(named) > _KINDS else []
+        return "; ".join(named[:_KINDS] + more)
+
+    def refuse(self, switch: str | None) -> None:
+        """Refuse the data where rows are bad.
+
+        Args:
+            switch: that leaves them out, as it is written here; None where it was given: some row has to be good.
+
+        Raises:
+            InputError: with all reasons.
+        """
+        if self.count and switch:
+            raise InputError(
+                f"{self.listed()}: {self.count} of {_rows(self.total)} cannot be trained on; correct them, or leave "
+                f"them out by {switch}"
+            )
+        if self.count == self.total:
+            raise InputError(f"{self.listed()}: none of {_rows(self.total)} can be trained on")
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def why_refused(row: dict[str, Any], judge: Judge) -> str | None:
+    """What is wrong with a row, as the place of the code that refuses it, which is one whatever the row's values are;
+    None of a good row."""
+    try:
+        judge(row, "")
+        return None
+    except InputError as error:
+        return " ".join(f"{frame.name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[1:])
+
+
+def describe(refused: Iterable[tuple[int, str, dict[str, Any]]], total: int, judge: Judge, source: str) -> BadRows:
+    """Bad rows by their reason.
+
+    Args:
+        refused: number, why_refused() and content of each bad row.
+    """
+    kinds: dict[str, list] = {}
+    for number, why, row in refused:
+        kinds.setdefault(why, []).append((number, row))
+    bad = BadRows(total)
+    for rows in sorted(kinds.values(), key=lambda rows: min(number for number, _ in rows)):
+        number, row = min(rows, key=lambda one: one[0])
+        reason = _message(row, judge, "").removeprefix(": ")
+        bad.counts[reason] = bad.counts.get(reason, 0) + len(rows)
+        if len(bad.first) < len(bad.counts):
+            bad.first.append(_message(row, judge, Place(source, number)))
+    return bad
+
+
+def _message(row: dict[str, Any], judge: Judge, where) -> str:
+    try:
+        judge(row, where)
+    except InputError as error:
+        return str(error)
+    raise AssertionError("a row that was refused is accepted")
+
+
+def sift(parts, judge: Judge, source: str, skip: bool = False) -> tuple[list, BadRows]:
+    """Parts of a data set without the rows that a judge refuses.
+
+    Args:
+        parts: training and held-out rows, Datasets or streams; None where there are none.
+        skip: leave bad rows out; else they end the run.
+
+    Returns:
+        The parts, and what was left out; of a stream, whose rows are judged when they are read, nothing is known yet.
+
+    Raises:
+        InputError: bad rows that are not to be skipped; of a stream, when the first is read.
+    """
+    if any(rows is not None and not hasattr(rows, "__len__") for rows in parts):
+        keep = partial(_keep_of_stream, judge=judge, source=source, skip=skip, told=set())
+        return [rows and rows.filter(keep, with_indices=True) for rows in parts], BadRows()
+    kept, refused = [], []
+    for rows in parts:
+        reasons = [] if rows is None else _judge_all(rows, judge)
+        places = [index for index, why in enumerate(reasons) if why]
+        numbers = getattr(rows, "_indices", None)
+        refused += [(row_number(numbers, index), reasons[index], rows[index]) for index in places]
+        good = [index for index, why in enumerate(reasons) if not why]
+        kept.append(rows.select(good) if places else rows)
+    bad = describe(refused, sum(map(len, filter(None, parts))), judge, source)
+    bad.refuse(None if skip else "--skip_bad_rows")
+    if bad.count:
+        say_once("note: skip_bad_rows: %d of %s left out: %s", bad.count, _rows(bad.total), bad.listed())
+    return kept, bad
+
+
+def _judge_all(rows, judge: Judge) -> list[str | None]:
+    """why_refused() of each row, kept by `datasets` until rows, judge or version change."""
+    from datasets import Features, Value
+
+    def judged(row: dict, version: str) -> dict[str, str | None]:
+        return {"refused": why_refused(row, judge)}
+
+    settings: dict[str, Any] = {
+        "remove_columns": rows.column_names,
+        "features": Features({"refused": Value("string")}),
+    }
+    return rows.map(judged, fn_kwargs={"version": __version__}, desc="checking rows", **settings)["refused"][:]
+
+
+def _keep_of_stream(row: dict, index: int, judge: Judge, source: str, skip: bool, told: set[str]) -> bool:
+    if (why := why_refused(row, judge)) is None:
+        return True
+    if skip and why in told:
+        return False
+    message = _message(row, judge, Place(source, index, dict(row)))
+    if not skip:
+        raise InputError(f"{message}; correct it, or leave such rows out by --skip_bad_rows")
+    told.add(why)
+    say_once("note: skip_bad_rows: left out, with all rows like it: %s", message)
+    return False
