@@ -211,12 +211,15 @@ def test_a_question_is_asked_and_answered(browser, ui):
     page.get_by_text("Yes, it fits").wait_for(timeout=240_000)
     page.get_by_text("Files to download").first.wait_for()
     assert page.get_by_text("What fills the memory at the peak").is_visible()
-    assert page.get_by_alt_text("Predicted memory").is_visible()
+    picture = page.get_by_alt_text("Predicted memory")
+    assert picture.is_visible()
+    narrow = picture.evaluate("one => one.currentSrc")
     assert page.get_by_text("tokens per second, predicted").is_visible()
     assert "seq_len=64" in page.get_by_role("link", name="Link to this question").get_attribute("href")
     for width in WIDTHS.values():
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+    assert picture.evaluate("one => one.currentSrc") != narrow, "drawn for its width"
     assert page.evaluate(_UNNAMED) == [] and faults == []
     assert [url for url in asked if not url.startswith((ui, "data:", "blob:"))] == []
     page.close()
@@ -260,10 +263,36 @@ def test_a_plan_is_asked_for(browser, ui):
     for width in WIDTHS.values():
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
-        assert page.evaluate(_CLIPPED.replace(".scroll", ".memopt-wide")) == []
+        assert page.evaluate(_CLIPPED.replace("'.scroll'", "'.memopt *'")) == [], "all words are seen"
+    launch = page.locator(".memopt pre").inner_text()
+    assert launch.startswith("accelerate launch --config_file accelerate_configs/rtx_3060.yaml recipes/")
+    assert "--preset rtx_3060 --method full" in launch and str(ROOT) not in launch
     with page.expect_download() as downloaded:
         page.locator("a[href$='hf_memopt.sh']").first.click()
     assert "hf-memopt plan" in downloaded.value.path().read_text()
+    page.close()
+
+
+def test_a_yaml_of_another_tool_is_answered(browser, ui):
+    """Its model and length, not the form's; the file to download is what was asked."""
+    from hf_memopt.data.builtin_model import builtin_model
+
+    page = browser.new_page(viewport={"width": WIDTHS["phone"], "height": 800})
+    page.set_default_timeout(240_000)  # of a loaded machine
+    page.goto(ui)
+    page.get_by_text("A YAML of another tool").click()
+    page.get_by_role("textbox", name="YAML").fill(
+        f"base_model: {builtin_model()}\nadapter: lora\nlora_r: 8\nsequence_len: 64\nbf16: true\n"
+    )
+    page.get_by_role("button", name="Does it fit?").click()
+    page.get_by_text("Yes, it fits").wait_for()
+    assert page.get_by_text("read as axolotl").is_visible()
+    assert "64 tokens" in page.locator("figcaption").inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS["phone"], "it scrolls sideways"
+    assert page.get_by_role("link", name="Link to this question").count() == 0, "a link could not hold it"
+    with page.expect_download() as downloaded:
+        page.locator("a[href$='job.yaml']").first.click()
+    assert "sequence_len: 64" in downloaded.value.path().read_text()
     page.close()
 
 
@@ -320,6 +349,28 @@ def test_everything_public_is_documented(site):
     text = (site / "api" / "index.html").read_text(encoding="utf-8")
     for name in hf_memopt.__all__:
         assert name == "__version__" or f".{name}" in text, name
+
+
+def test_presets_are_seen_at_a_glance(browser, site):
+    page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": 800})
+    page.goto((site / "presets" / "index.html").as_uri())
+    heights = page.evaluate("[...document.querySelectorAll('tbody tr')].map(row => row.offsetHeight)")
+    assert 800 / (sum(heights) / len(heights)) > 10, "rows on a screen"
+    page.close()
+
+
+@pytest.mark.parametrize("page", [WIDTHS["phone"]], indirect=True)
+def test_commands_and_answers_wrap_on_a_phone(page, site):
+    for name in ("on_wsl", "commands"):
+        page.goto((site / name / "index.html").as_uri())
+        blocks = page.evaluate(
+            """() => [...document.querySelectorAll(':is(.language-bash, .language-text) pre > code')]
+                .map(one => one.scrollWidth - one.clientWidth)"""
+        )
+        assert blocks and max(blocks) == 0
+    broken = "[...document.querySelectorAll('pre .option')].filter(one => one.getClientRects().length > 1)"
+    assert page.evaluate("document.querySelectorAll('pre .option').length") > 5
+    assert page.evaluate(f"{broken}.map(one => one.innerText)") == []
 
 
 @pytest.mark.parametrize("page", WIDTHS.values(), ids=WIDTHS, indirect=True)

@@ -1,17 +1,23 @@
 """A run as a page. In a browser: tests/test_pages.py; what the recipes write: tests/test_recipes.py."""
 
+import base64
 import json
+import struct
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 from runs import ENDED, RECOVERED, reading, report, write_run
 
+from hf_memopt import charts
+from hf_memopt.estimator.accounting.ledger import KINDS, ROLLOUT_PHASES, WEIGHT_SYNC
 from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.next_steps import suggest_next_steps
 from hf_memopt.reports.run import read_run
 from hf_memopt.reports.run_report import compare_page, differences, figures, run_page
 from hf_memopt.units import size
 
+PHASES = ("load", "forward", "forward", "backward", "forward", "backward", "optimizer", "forward", "backward")
+TIMELINE = [(phase, 2**30) for phase in PHASES]
 READINGS = [reading(0, "eval", speed=None), *(reading(step) for step in range(10, 50, 10)), reading(40, "save")]
 
 
@@ -192,6 +198,61 @@ def test_axes_have_the_unit_of_the_job(peak, unit, tmp_path):
     readings = [reading(step, allocated=peak / 2, peak=peak) for step in range(0, 40, 10)]
     text = run_page(read_run(write_run(tmp_path, readings=readings)))
     assert f">{unit}</text>" in text
+
+
+@pytest.mark.slow
+def test_what_is_numbered_in_the_timeline_is_counted_below_it(tmp_path):
+    text = run_page(read_run(write_run(tmp_path, report(predicted_timeline=TIMELINE), READINGS)))
+    assert "by phase, with 3 forward passes." in text and "two steps" not in text
+    svg = text.split("<svg")[1].split("</svg>")[0]
+    assert all(f">{number}</text>" in svg for number in (1, 2, 3)) and ">4</text>" not in svg.split("ytick")[0]
+
+
+@pytest.mark.slow
+def test_a_chart_in_html_is_narrow_on_phones(tmp_path):
+    charts.save(tmp_path / "a.html", "a <b> × 2", lambda axes, narrow: charts.by_phase(axes, narrow, TIMELINE, 2**30))
+    text = (tmp_path / "a.html").read_bytes().decode("ascii")
+    assert "<figcaption>a &lt;b&gt; &#215; 2</figcaption>" in text and 'alt="a &lt;b&gt; &#215; 2"' in text
+    narrow, wide = (base64.b64decode(part.split('"')[0]) for part in text.split("data:image/png;base64,")[1:])
+    width, height = struct.unpack(">II", narrow[16:24])
+    assert narrow[:4] == wide[:4] == b"\x89PNG" and width < 1.5 * height < struct.unpack(">I", wide[16:20])[0]
+
+
+def test_rows_and_videos_left_out_are_named(tmp_path):
+    rows = {"total": 2000, "dropped": {"the answer is empty": 1200, "no question": 1, "damaged": 0}}
+    page = run_page(read_run(write_run(tmp_path, report(rows=rows, bad_videos=["a.mp4: <torn>"]))))
+    assert "Rows left out: 1,201 of 2,000: the answer is empty (1,200); no question (1)." in page
+    assert "Videos left out: 1: a.mp4: &lt;torn&gt;." in page
+    page = run_page(read_run(write_run(tmp_path, report(rows={"total": 9, "dropped": {}}, bad_videos=[]))))
+    assert "left out" not in page
+
+
+def _lightness_and_hue(colour: str) -> tuple[float, float, float]:
+    """CIELAB, whose distances are those that people see."""
+    rgb = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb)
+    x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
+    y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089
+    x, y, z = (part ** (1 / 3) if part > 0.008856 else 7.787 * part + 16 / 116 for part in (x, y, z))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_one_colour_has_one_meaning():
+    from itertools import combinations
+    from math import dist, hypot
+
+    parts = {name: _lightness_and_hue(colour) for name, colour in charts.PARTS.items()}
+    assert {*KINDS, "temporaries", "context and allocator"} == set(parts)
+    for (one, place), (other, another) in combinations(parts.items(), 2):
+        assert dist(place, another) > 25, (one, other)
+    for name, (lightness, *hue) in parts.items():
+        assert hypot(*hue) > 14, f"{name} is grey"
+        assert 40 < lightness < 62, f"{name} is seen neither on a white nor on a dark page"
+    for phase, (colour, _) in charts.PHASES.items():
+        assert colour == "white" or hypot(*_lightness_and_hue(colour)[1:]) < 9, f"{phase} has a part's hue"
+    assert len(set(charts.PHASES.values())) == len(charts.PHASES)
+    assert {*ROLLOUT_PHASES, WEIGHT_SYNC} <= set(charts.PHASES)
 
 
 @pytest.mark.slow

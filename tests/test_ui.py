@@ -10,6 +10,7 @@ from hf_memopt.ui import answer
 from hf_memopt.ui.answer import run_limited
 from hf_memopt.ui.limits import Limits, check_public
 from hf_memopt.ui.question import Question
+from hf_memopt.ui.shown import show_plan
 
 QUESTION = Question(
     model="llama-3.1-8b", seq_len=4096, tokens="10M", price="1.5", settings=("optim=adamw_torch", "lora.r=8")
@@ -59,6 +60,7 @@ def test_names_and_hub_ids_are_public(model):
         {"settings": ("optim=../x",)},
         {"settings": ("optim",)},
         {"settings": ("lora.r=8",) * 21},
+        {"config": "base_model: /etc"},
     ],
     ids=str,
 )
@@ -86,22 +88,35 @@ def test_strangers_get_no_token(monkeypatch):
 
 
 def test_an_error_is_its_one_sentence(monkeypatch):
-    monkeypatch.setattr(
-        answer, "run_limited", lambda command, limits: (2, "", "noise\nerror: model x: no such folder\n")
-    )
+    monkeypatch.setattr(answer, "run_limited", lambda *_: (2, "", "noise\nerror: model x: no such folder\n"))
     with pytest.raises(InputError, match=r"^model x: no such folder$"):
         answer.ask(Question(model="x"), "estimate", Limits())
 
 
-def test_profiles_of_the_same_settings_share_a_row():
-    from hf_memopt.ui.shown import show_plan
+def test_notes_beside_the_answer_are_in_it(monkeypatch):
+    monkeypatch.setattr(
+        answer, "run_limited", lambda *_: (0, '{"notes": ["speed: x"]}', "noise\nnote: approximated: a\n")
+    )
+    assert answer.ask(Question(model="x"), "plan", Limits())["notes"] == ["approximated: a", "speed: x"]
 
+
+def test_a_yaml_says_the_job_itself():
+    question = replace(QUESTION, config="base_model: gpt2\n")
+    argv = question.argv("estimate")
+    assert argv[-2:] == ["--", "job.yaml"] and "--hardware=rtx_4090" in argv and "--set=lora.r=8" in argv
+    assert not any(word.startswith(("--method", "--seq-len")) for word in argv)
+    written = run_limited([sys.executable, "-S", "-c", "print(open('job.yaml').read())"], Limits(), question.config)
+    assert written[1].strip() == "base_model: gpt2"
+
+
+def _plan(**changed) -> dict:
     def profile(name: str, settings: str) -> dict:
         return {
             "profile": name,
             "settings": settings,
             "estimate": {"device_bytes": 2**30, "tokens_per_second": 1200.0, "speed_error": 0.2},
             "tokens_per_second": 1200.0,
+            "launch": "accelerate launch recipes/sft.py --preset rtx_4090 --dataset_name YOUR_DATA.jsonl",
         }
 
     profiles = [
@@ -111,8 +126,12 @@ def test_profiles_of_the_same_settings_share_a_row():
     ]
     took = {"seconds": 7200.0, "cost": 3.0, "tokens": 10**7}
     plan = {"profiles": profiles, "method": "lora", "usable_bytes": 2**34, "durations": {"balanced": took}}
-    plan |= {"model": "llama-3.1-8b", "hardware": "rtx_4090", "devices": 2}
-    shown = show_plan(plan | {"seq_len": 64, "effective_batch_size": 8})
+    plan |= {"model": "llama-3.1-8b", "hardware": "rtx_4090", "devices": 2, "notes": ["a note <b>"], "edits": None}
+    return plan | {"seq_len": 64, "effective_batch_size": 8} | changed
+
+
+def test_profiles_of_the_same_settings_share_a_row():
+    shown = show_plan(_plan())
     assert (
         shown.index("Yes, with lora")
         < shown.index("llama-3.1-8b on 2 × NVIDIA GeForce RTX 4090")
@@ -122,3 +141,18 @@ def test_profiles_of_the_same_settings_share_a_row():
     assert (
         shown.count("micro-batch 2</td>") == 1 and "<td>balanced, maximum</td>" in shown and "<td>safe</td>" in shown
     )
+
+
+def test_a_plan_is_started_by_its_command_or_the_tools_own_keys():
+    shown = show_plan(_plan())
+    assert "<span>accelerate launch recipes/sft.py</span> <span>--preset rtx_4090</span>" in shown
+    assert (
+        "Profile balanced" in shown and "with your data for YOUR_DATA.jsonl" in shown and "a note &lt;b&gt;" in shown
+    )
+    for edits, words in (
+        ({"keys": {"a": 1}, "diff": "-a: 2\n+a: 1\n"}, "-a: 2\n+a: 1\n"),
+        ({"keys": {"a": True, "b": None}, "diff": ""}, "a: true\nb: (take it out)"),
+        ({"keys": {}, "diff": ""}, "has these settings already"),
+    ):
+        shown = show_plan(_plan(edits=edits))
+        assert words in shown and "accelerate launch" not in shown

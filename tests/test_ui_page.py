@@ -21,6 +21,7 @@ UNTOUCHED = {
     "price": None,
     "features": [],
     "others": None,
+    "config": None,
 }
 ODD = (
     True,
@@ -64,6 +65,12 @@ def test_an_empty_length_is_the_presets(typed):
 def test_a_length_that_is_none(typed):
     with pytest.raises(InputError, match=r"tokens per sample=.* must be a whole number above 0"):
         _question(*{**UNTOUCHED, "length": typed}.values())
+
+
+def test_a_yaml_needs_no_model():
+    assert _question(*{**UNTOUCHED, "model": "", "config": "a: 1\n"}.values()).config == "a: 1"
+    with pytest.raises(InputError, match="card: choose one"):
+        _question(*{**UNTOUCHED, "card": "", "config": "a: 1"}.values())
 
 
 def test_features_are_of_the_page():

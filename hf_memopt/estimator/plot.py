@@ -1,4 +1,4 @@
-"""The predicted memory of two steps as a picture."""
+"""The predicted memory of a job's steps as a picture."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from hf_memopt.estimator.result import Estimate
 
 
 def plot(estimate: Estimate, path: str | Path, title: str) -> None:
-    """Write a PNG, SVG or PDF of the predicted timeline, atomically.
+    """Write a PNG, SVG, PDF or HTML file of the predicted timeline, atomically.
 
     Raises:
         InputError: another ending, or a folder that does not exist.
@@ -16,4 +16,8 @@ def plot(estimate: Estimate, path: str | Path, title: str) -> None:
     near = estimate.capacity_bytes and estimate.capacity_bytes < 3 * estimate.device_bytes
     capacity = estimate.capacity_bytes if near else None
     peak = estimate.peak_allocated_bytes
-    charts.save(path, title, lambda axes: charts.by_phase(axes, False, timeline, peak, capacity))
+    charts.save(
+        path,
+        f"Predicted memory of {title}",
+        lambda axes, narrow: charts.by_phase(axes, narrow, timeline, peak, capacity),
+    )

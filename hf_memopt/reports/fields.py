@@ -173,4 +173,6 @@ REPORT = objects(
     train_seconds=SECONDS,
     data_wait_share=FRACTION,
     events=lists(EVENT),
+    rows=objects(total=COUNT, dropped=mappings(COUNT)),
+    bad_videos=lists(TEXT),
 )

@@ -71,10 +71,12 @@ def run_page(run: Run) -> str:
         verdict=_verdict(run, failed),
         failed=failed is not None,
         facts=_facts(run),
+        left_out=_left_out(report),
         next=suggest_next_steps(run),
         chart_over_time=_chart(run, thresholds, capacity),
         chart_text=_describe_chart(run, capacity),
         chart_by_phase=_chart_by_phase(report, estimate),
+        forward_passes=_forward_passes(report),
         note=_note(run),
         capacity=capacity,
         thresholds=[(name, f"{share:.0%}", size(share * capacity)) for name, share in thresholds.items()],
@@ -94,7 +96,7 @@ def run_page(run: Run) -> str:
         breakdown={kind: bytes for kind, bytes in estimate.get("breakdown", {}).items() if bytes},
         peak_phase=estimate.get("phase", ""),
         notes=estimate.get("notes", []),
-        colours=charts.COLOURS,
+        colours=charts.PARTS,
         events=[_event(event) for event in run.events],
         speed=_speed(run),
         losses=[(step, f"{loss:.4f}") for step, loss in report.get("held_out_loss", {}).items()],
@@ -247,6 +249,20 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     return facts + ([("device memory", size(capacity))] if capacity else [])
 
 
+def _left_out(report: dict[str, Any]) -> list[str]:
+    """The rows and videos of the data set that were not trained on, and why; nothing where there are none."""
+    rows, videos = report.get("rows", {}), report.get("bad_videos", [])
+    dropped = {reason: count for reason, count in rows.get("dropped", {}).items() if count}
+    sentences = []
+    if dropped:
+        of = f" of {rows['total']:,}" if rows.get("total") else ""
+        reasons = "; ".join(f"{reason} ({count:,})" for reason, count in dropped.items())
+        sentences.append(f"Rows left out: {sum(dropped.values()):,}{of}: {reasons}.")
+    if videos:
+        sentences.append(f"Videos left out: {len(videos):,}: {'; '.join(videos)}.")
+    return sentences
+
+
 def _thresholds(report: dict[str, Any]) -> dict[str, float]:
     shares = report.get("memory_arguments") or dict(zip(THRESHOLDS, PROFILES["balanced"], strict=True))
     short = ("target", "warning", "critical", "emergency")
@@ -270,6 +286,11 @@ def _chart_by_phase(report: dict[str, Any], estimate: dict[str, Any]):
         return None
     peak = estimate.get("peak_allocated_bytes", max(size for _, size in timeline))
     return charts.both(lambda axes, narrow: charts.by_phase(axes, narrow, timeline, peak), "phases")
+
+
+def _forward_passes(report: dict[str, Any]) -> str:
+    count = len(charts.forward_passes(phase for phase, _ in report.get("predicted_timeline") or ()))
+    return f"{count} forward pass{'es' * (count != 1)}"
 
 
 def _counts_tensors(report: dict[str, Any]) -> bool:

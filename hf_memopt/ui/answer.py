@@ -1,26 +1,28 @@
 """A question's command in a process of its own, which may take only so much time and memory."""
 
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import psutil
 
 from hf_memopt.errors import InputError
 from hf_memopt.redaction import is_secret
 from hf_memopt.ui.limits import Limits, check_public
-from hf_memopt.ui.question import Question
+from hf_memopt.ui.question import CONFIG, Question
 from hf_memopt.units import size
 
 _POLL_SECONDS = 0.1
 _LONGEST_OUTPUT = 8 * 2**20  # bytes
 
 
-def ask(question: Question, command: str, limits: Limits, *options: str) -> str:
-    """The JSON that a command prints about a question.
+def ask(question: Question, command: str, limits: Limits, *options: str) -> dict[str, Any]:
+    """The JSON that a command prints about a question, with the notes beside it among its own.
 
     Args:
         command: estimate or plan.
@@ -33,15 +35,20 @@ def ask(question: Question, command: str, limits: Limits, *options: str) -> str:
         check_public(question)
     # -P: the folder that it starts in is not searched for modules.
     program = [sys.executable, "-P", "-c", "from hf_memopt.cli import main; main()"]
-    code, output, error = run_limited([*program, *question.argv(command, *options)], limits)
+    code, output, error = run_limited([*program, *question.argv(command, *options)], limits, question.config)
     if code not in (0, 1) or not output:  # 1 is an answer: it does not fit
         lines = [line.removeprefix("error: ") for line in error.splitlines() if line.startswith("error: ")]
         raise InputError(lines[-1] if lines else f"{command} ended with exit code {code}; try a smaller model")
-    return output
+    said = [line.removeprefix("note: ") for line in error.splitlines() if line.startswith("note: ")]
+    answer = json.loads(output)
+    return answer | {"notes": [*said, *answer["notes"]]}
 
 
-def run_limited(command: list[str], limits: Limits) -> tuple[int, str, str]:
+def run_limited(command: list[str], limits: Limits, config: str = "") -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command that runs in an empty folder.
+
+    Args:
+        config: the content of the folder's only file, job.yaml.
 
     Raises:
         InputError: it took more time or memory than the limits allow, and was ended.
@@ -52,6 +59,8 @@ def run_limited(command: list[str], limits: Limits) -> tuple[int, str, str]:
         open(Path(folder) / ".out", "w+b") as out,
         open(Path(folder) / ".err", "w+b") as err,
     ):
+        if config:
+            (Path(folder) / CONFIG).write_text(config, encoding="utf-8")
         process = psutil.Popen(
             command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=_environment(limits)
         )

@@ -59,8 +59,10 @@ def check_public(question: Question) -> None:
     """Let through what strangers may ask.
 
     Raises:
-        InputError: a path, an unknown card or method, too long a sample, or a setting that is not in SETTINGS.
+        InputError: a file, a path, an unknown card or method, too long a sample, or a setting that is not in SETTINGS.
     """
+    if question.config:  # it may name paths of this machine
+        raise InputError("a YAML is answered on a machine of your own, by hf-memopt ui there")
     if not is_bundled_id(question.model) and not _HUB_ID.fullmatch(hub_name(question.model)):
         raise InputError(
             f"model {brief(question.model)}: give a bundled model's name or a hub id, as in Qwen/Qwen3-8B"

@@ -13,11 +13,12 @@ from starlette.middleware import Middleware
 from hf_memopt.errors import InputError, brief, choose, respell
 from hf_memopt.estimator.architectures import list_architectures
 from hf_memopt.field_values import check_value
+from hf_memopt.files import shipped
 from hf_memopt.hardware import list_hardware
 from hf_memopt.presets import METHODS
 from hf_memopt.ui.answer import ask
 from hf_memopt.ui.limits import Limits
-from hf_memopt.ui.question import Question, read_length
+from hf_memopt.ui.question import CONFIG, Question, read_length
 from hf_memopt.ui.requests import SmallRequests
 from hf_memopt.ui.shown import show_error, show_estimate, show_plan
 
@@ -29,6 +30,7 @@ _FEATURES = {
 }
 _MOST_WAITING = 20  # questions; another gets the queue's own refusal
 _FILES_KEPT_SECONDS = 3600  # time to download an answer's files
+_FIELD = 240  # pixels; on a phone each field has its own row
 # System fonts: nothing is fetched from elsewhere.
 _FONTS = ["system-ui", "sans-serif"]
 _CSS = """
@@ -39,11 +41,15 @@ _CSS = """
 .memopt th { font-weight: 500; } .memopt td.memopt-size { white-space: nowrap; }
 .memopt td { overflow-wrap: anywhere; } .memopt td:first-child { min-width: 6em; }
 .memopt .memopt-bar { width: 40%; } .memopt .memopt-bar div { height: 1em; min-width: 2px; }
-.memopt .memopt-wide { overflow-x: auto; } .memopt img { width: 100%; min-width: 620px; height: auto; }
+.memopt figure { margin: 0.5em 0; } .memopt figcaption { font-size: 0.85em; }
+.memopt pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: 0.75em; font-size: 0.9em;
+  background: var(--background-fill-secondary); border: 1px solid var(--border-color-primary); }
+.memopt pre span { display: inline-block; max-width: 100%; } /* an option and its value stay together */
+.memopt h3 { font-weight: 600; padding-top: 0.5em; }
 @media (max-width: 480px) {
   .memopt table { font-size: 0.8em; } .memopt th, .memopt td { padding-right: 0.4em; }
 }
-.memopt p { font-size: 1.1em; }
+.memopt p { font-size: 1.1em; overflow-wrap: anywhere; }
 .memopt .memopt-yes { border-left: 4px solid #2e7d32; padding-left: 0.5em; }
 .memopt .memopt-no { border-left: 4px solid #b22222; padding-left: 0.5em; }
 """
@@ -64,18 +70,26 @@ def build_page(limits: Limits) -> gr.Blocks:
         with gr.Row():
             model = gr.Dropdown(
                 list_architectures(),
+                min_width=_FIELD,
                 value="llama-3.1-8b",
                 label="Model",
                 info="A name or a hub id",
                 allow_custom_value=True,
             )
             card = gr.Dropdown(
-                list_hardware(), value="rtx_4090", label="Card", info="Several: rtx_4090x2", allow_custom_value=True
+                list_hardware(),
+                min_width=_FIELD,
+                value="rtx_4090",
+                label="Card",
+                info="Several: rtx_4090x2",
+                allow_custom_value=True,
             )
         with gr.Row():
-            method = gr.Radio(["any", *METHODS], value="lora", label="Method", info="any: Plan chooses")
+            method = gr.Radio(
+                ["any", *METHODS], min_width=_FIELD, value="lora", label="Method", info="any: Plan chooses"
+            )
             # A gr.Number that nobody touched is 0 (gradio 6.31), and cannot be emptied.
-            length = gr.Textbox(label="Tokens per sample", info="Empty: the preset's", max_lines=1)
+            length = gr.Textbox(label="Tokens per sample", info="Empty: the preset's", max_lines=1, min_width=_FIELD)
         with gr.Row():
             tokens = gr.Textbox(label="Tokens to train on", info="For the time: 10M; may be empty", max_lines=1)
             price = gr.Textbox(label="Price of a device", info="Of an hour, for the cost; may be empty", max_lines=1)
@@ -83,12 +97,20 @@ def build_page(limits: Limits) -> gr.Blocks:
         others = gr.Textbox(
             label="Other settings", info="KEY=VALUE, separated by spaces, as in lora.r=8 optim=adamw_8bit"
         )
+        # Strangers' files may name paths of this machine (limits.py).
+        with gr.Accordion("A YAML of another tool instead", open=False, visible=not limits.public):
+            config = gr.Textbox(
+                label="YAML",
+                info="Of axolotl, LLaMA-Factory, ms-swift, torchtune or TRL: it says model, method and tokens",
+                lines=6,
+                max_lines=20,
+            )
         with gr.Row():
             fit, plan = gr.Button("Does it fit?", variant="primary"), gr.Button("Plan")
         answer = gr.HTML(label="Answer", elem_classes="memopt", min_height=80)
         link = gr.HTML(label="Link", elem_classes="memopt")
         files = gr.File(label="Files to download", file_count="multiple", interactive=False, visible=False)
-        form = [model, card, method, length, tokens, price, features, others]
+        form = [model, card, method, length, tokens, price, features, others, config]
         # One id for both buttons: one question runs at a time, whichever it is.
         # Not preprocessed: what gradio's components refuse becomes an error without a text.
         queued = {
@@ -116,7 +138,8 @@ def launch_page(page: gr.Blocks, host: str, port: int, share: bool = False, wait
     Raises:
         OSError: the port is taken, or the address is not this machine's.
     """
-    theme = gr.themes.Default(font=_FONTS, font_mono=["ui-monospace", "monospace"])
+    # Its own orange would be that of activations.
+    theme = gr.themes.Default(primary_hue="slate", font=_FONTS, font_mono=["ui-monospace", "monospace"])
     # Its own greys have less contrast than WCAG asks for (4.5 to 1).
     theme.set(block_info_text_color="*neutral_600", block_info_text_color_dark="*neutral_300")
     _, address, _ = page.launch(
@@ -144,7 +167,7 @@ def _answering(command: str, limits: Limits):
         except InputError as error:
             yield show_error(str(error)), "", nothing
             return
-        link = f'<a href="?{escape(question.to_query())}">Link to this question</a>'
+        link = "" if question.config else f'<a href="?{escape(question.to_query())}">Link to this question</a>'
         doing = {"estimate": "Tracing the training steps", "plan": "Comparing settings, which takes a minute or two"}
         yield f'<p role="status">{doing[command]} …</p>', link, nothing
         # gradio copies the files into its cache before it resumes this generator, which then removes the folder.
@@ -159,15 +182,17 @@ def _answering(command: str, limits: Limits):
     return answered
 
 
-def _question(model, card, method, length, tokens, price, features, others) -> Question:
+def _question(model, card, method, length, tokens, price, features, others, config) -> Question:
     """The form's question; a request that did not come from the form may hold anything.
 
     Raises:
         InputError: a field that is empty, or of another type than the form's.
     """
+    check_value("YAML", str | None, config)
+    config = (config or "").strip()
     for name, value in (("model", model), ("card", card)):
         check_value(name, str | None, value)
-        if not value:
+        if not value and not (config and name == "model"):
             raise InputError(f"{name}: choose one")
     check_value("method", str | None, method)
     method = respell("method", method, known := ("any", *METHODS))
@@ -182,24 +207,35 @@ def _question(model, card, method, length, tokens, price, features, others) -> Q
     settings = [_FEATURES[name] for name in features or ()] + (others or "").split()
     seq_len = read_length("" if length is None else str(length), "tokens per sample")
     amount = {"tokens": (tokens or "").strip(), "price": (price or "").strip()}
-    return Question(model=model, hardware=card, method=method, seq_len=seq_len, settings=tuple(settings), **amount)
+    return Question(
+        model=model or "",
+        hardware=card,
+        method=method,
+        seq_len=seq_len,
+        settings=tuple(settings),
+        config=config,
+        **amount,
+    )
 
 
 def _ask(question: Question, command: str, limits: Limits, folder: Path) -> tuple[str, list[Path]]:
     """The answer as HTML, and its files, which are written to a folder."""
-    if command == "estimate" and question.method == "any":
+    if command == "estimate" and question.method == "any" and not question.config:
         raise InputError("method=any is chosen by Plan: press it, or choose a method")
-    picture, answer = folder / "timeline.png", folder / f"{command}.json"
+    picture, answer, config = folder / "timeline.html", folder / f"{command}.json", folder / CONFIG
     options = [f"--plot={picture}"] if command == "estimate" else []
-    result = json.loads(ask(question, command, limits, *options))
+    result = ask(question, command, limits, *options)
     for profile in result.get("profiles", ()):
-        profile.pop("launch", None)  # it names this machine's folders
+        if profile["launch"]:  # as in a clone, instead of in this machine's folders
+            profile["launch"] = profile["launch"].replace(f"{shipped('recipes').parent}/", "")
+    if question.config:
+        config.write_text(question.config, encoding="utf-8")
     answer.write_text(json.dumps(result, indent=2), encoding="utf-8")
     script = folder / "hf_memopt.sh"
     argv = [word for word in question.argv(command) if word != "--json"]
     script.write_text(f"#!/bin/sh\n{shlex.join(['hf-memopt', *argv])}\n", encoding="utf-8")
     shown = show_estimate(result, picture) if command == "estimate" else show_plan(result)
-    return shown, [file for file in (answer, picture, script) if file.is_file()]
+    return shown, [file for file in (answer, picture, config, script) if file.is_file()]
 
 
 def _read_link(request: gr.Request) -> list:
@@ -208,11 +244,11 @@ def _read_link(request: gr.Request) -> list:
     # gradio's own fields, as a Space's __theme, are not part of the question.
     query = "&".join(part for part in query.split("&") if part and not part.startswith("__"))
     if not query:
-        return [gr.skip()] * 9
+        return [gr.skip()] * 10
     try:
         question = Question.from_query(query)
     except InputError as error:
-        return [*[gr.skip()] * 8, show_error(str(error))]
+        return [*[gr.skip()] * 9, show_error(str(error))]
     names = {setting: name for name, setting in _FEATURES.items()}
     features = [names[setting] for setting in question.settings if setting in names]
     others = " ".join(setting for setting in question.settings if setting not in names)
@@ -225,5 +261,6 @@ def _read_link(request: gr.Request) -> list:
         question.price,
         features,
         others,
+        gr.skip(),
         gr.skip(),
     ]

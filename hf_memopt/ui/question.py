@@ -7,6 +7,7 @@ from hf_memopt.errors import InputError, brief
 from hf_memopt.units import read_number
 
 _AMOUNTS = ("tokens", "price")
+CONFIG = "job.yaml"  # the file that a configuration is written to
 
 
 def read_length(text: str, where: str) -> int | None:
@@ -37,6 +38,7 @@ class Question:
         seq_len: tokens per sample; None for the preset's.
         tokens, price: to train on, and of a device for an hour, as the command line takes them; empty where not asked.
         settings: KEY=VALUE, as `--set` takes them.
+        config: the YAML of another tool, which says model, method and length; no link holds it.
     """
 
     model: str
@@ -46,6 +48,7 @@ class Question:
     tokens: str = ""
     price: str = ""
     settings: tuple[str, ...] = ()
+    config: str = ""
 
     @classmethod
     def from_query(cls, query: str) -> "Question":
@@ -83,8 +86,10 @@ class Question:
             command: estimate or plan.
             more: options of the command beside the question's.
         """
-        options = [f"--hardware={self.hardware}", f"--method={self.method}"]
-        options += [f"--seq-len={self.seq_len}"] if self.seq_len is not None else []
+        options = [f"--hardware={self.hardware}"]
+        if not self.config:
+            options += [f"--method={self.method}"]
+            options += [f"--seq-len={self.seq_len}"] if self.seq_len is not None else []
         options += [f"--{name}={value}" for name in _AMOUNTS if (value := getattr(self, name))]
         options += [f"--set={setting}" for setting in self.settings]
-        return [command, *options, *extra, "--json", "--", self.model]
+        return [command, *options, *extra, "--json", "--", CONFIG if self.config else self.model]

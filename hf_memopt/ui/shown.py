@@ -1,11 +1,12 @@
 """Answers as HTML: a verdict, what fills the memory, the timeline and the plan's profiles."""
 
-import base64
+import json
+import re
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.charts import COLOURS
+from hf_memopt.charts import PARTS
 from hf_memopt.estimator.duration import predicted_within, time_text, two_digits
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.units import size
@@ -21,7 +22,7 @@ def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
 
     Args:
         estimate: its JSON.
-        picture: the timeline, a PNG; left out where it is missing.
+        picture: the timeline, an HTML file of charts.save(); left out where it is missing.
     """
     needed, capacity = estimate["device_bytes"], estimate["capacity_bytes"]
     verdict = {True: "Yes, it fits", False: "No, it does not fit", None: "Capacity unknown"}[estimate["fits"]]
@@ -36,13 +37,12 @@ def show_estimate(estimate: dict[str, Any], picture: Path) -> str:
         _changes(estimate["levers"]),
     ]
     if picture.is_file():
-        data = base64.b64encode(picture.read_bytes()).decode()
-        words = f"Predicted memory over two training steps; the peak is {size(estimate['peak_allocated_bytes'])}."
-        image = f'<img alt="{words}" src="data:image/png;base64,{data}">'
-        # On a phone the picture scrolls in its own region, by keyboard too, and stays legible.
-        parts.append(f'<div class="memopt-wide" role="region" aria-label="Timeline" tabindex="0">{image}</div>')
-    parts += [f"<p><small>{escape(note)}</small></p>" for note in estimate["notes"]]
-    return "".join(parts)
+        parts.append(picture.read_text(encoding="utf-8"))
+    return "".join(parts) + _notes(estimate)
+
+
+def _notes(answer: dict[str, Any]) -> str:
+    return "".join(f"<p><small>{escape(note)}</small></p>" for note in answer["notes"])
 
 
 def _devices(answer: dict[str, Any]) -> str:
@@ -67,7 +67,7 @@ def _bars(breakdown: dict[str, int]) -> str:
     rows = []
     for kind, count in breakdown.items():
         if count > 0:
-            style = f"width:{100 * count / largest:.1f}%;background:{COLOURS.get(kind, COLOURS['other'])}"
+            style = f"width:{100 * count / largest:.1f}%;background:{PARTS.get(kind, PARTS['other'])}"
             rows.append(
                 f'<tr><th scope="row">{escape(kind.replace("_", " "))}</th><td class="memopt-size">{size(count)}</td>'
                 f'<td class="memopt-bar"><div style="{style}"></div></td></tr>'
@@ -105,14 +105,39 @@ def show_plan(plan: dict[str, Any]) -> str:
         ]
         for settings, profiles in same.items()
     ]
-    title = f"The fastest settings that fit: {plan['seq_len']} tokens, {plan['effective_batch_size']} samples a step"
+    batch = plan["effective_batch_size"]
+    title = f"The fastest settings that fit: {plan['seq_len']} tokens, {batch} sample{'s' * (batch != 1)} a step"
     usual = next((one for one in plan["profiles"] if one["profile"] == "balanced"), plan["profiles"][0])
     return (
         f'<p class="memopt-yes" role="status"><strong>Yes, with {escape(plan["method"])}</strong>: {escape(job)}: '
         f"{size(usual['estimate']['device_bytes'])} of {size(plan['usable_bytes'])}, {escape(usual['settings'])}.</p>"
         f"{_speed(usual['estimate'], plan['durations'][usual['profile']])}"
+        + (_edits(plan["edits"]) if plan["edits"] else _launch(usual))
         + _table(title, ("profile", "settings", "memory", "tokens/s"), rows)
+        + _notes(plan)
     )
+
+
+def _launch(profile: dict[str, Any]) -> str:
+    """The command that starts a profile, where a recipe runs the job."""
+    if not profile["launch"]:
+        return ""
+    data = ", with your data for YOUR_DATA.jsonl" if "YOUR_DATA.jsonl" in profile["launch"] else ""
+    words = " ".join(f"<span>{escape(part)}</span>" for part in re.split(r" (?=--)", profile["launch"]))
+    return (
+        f"<h3>To start it</h3><p>Profile {profile['profile']}, in a clone of hf_memopt{data}:</p>"
+        f"<pre><code>{words}</code></pre>"
+    )
+
+
+def _edits(edits: dict[str, Any]) -> str:
+    """The plan in the words of another tool's file: as a diff, or as keys where one cannot say it."""
+    changes = edits["diff"] or "\n".join(
+        f"{key}: {'(take it out)' if value is None else json.dumps(value)}" for key, value in edits["keys"].items()
+    )
+    if not changes:
+        return "<p>The YAML has these settings already.</p>"
+    return f"<h3>What to change in the YAML</h3><pre><code>{escape(changes)}</code></pre>"
 
 
 def _table(caption: str, columns: tuple[str, ...], rows: list[list[str]]) -> str:

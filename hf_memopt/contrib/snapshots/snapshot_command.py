@@ -98,7 +98,7 @@ def _grown(analysis: Snapshot):
 
 
 def _draw(analysis: Snapshot, path: Path, file: str) -> None:
-    def draw(axes, narrow=False):
+    def draw(axes, narrow):
         _stack_kinds(axes, narrow, analysis.timeline)
 
     if path.suffix not in (".html", ".htm"):
@@ -113,7 +113,7 @@ def _draw(analysis: Snapshot, path: Path, file: str) -> None:
         verdict=verdict(analysis),
         failed=bool(analysis.out_of_memory),
         timeline=charts.both(draw, "kinds"),
-        colours=charts.COLOURS,
+        colours=charts.PARTS,
         by_kind=analysis.by_kind,
         modules=[(module, size(used)) for module, used in analysis.by_module.items()],
         largest=analysis.largest,
@@ -134,7 +134,7 @@ def _stack_kinds(axes, narrow: bool, timeline: list[tuple[float, dict[str, int]]
             [at for at, _ in timeline],
             rows,
             labels=[kind.replace("_", " ") for kind in kinds],
-            colors=[charts.COLOURS[kind] for kind in kinds],
+            colors=[charts.PARTS[kind] for kind in kinds],
             lw=0,
         )
     axes.set(xlabel="seconds", ylabel=name)
