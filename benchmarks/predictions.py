@@ -6,6 +6,7 @@ project's founding guides describe, as plans and as estimates beside what the gu
 takes with offloading.
 """
 
+import re
 import sys
 import time
 import tomllib
@@ -18,6 +19,7 @@ from record import kept, record
 from hf_memopt import MemoryArguments, estimate, get_hardware, get_preset, plan
 from hf_memopt.errors import InputError
 from hf_memopt.hardware import configure_allocator
+from hf_memopt.hardware.host_memory import assumed_host_memory
 
 JOBS = tomllib.loads((Path(__file__).parent / "data" / "predictions.toml").read_text(encoding="utf-8"))
 TOKENS = JOBS["cards"]["tokens"]
@@ -56,14 +58,27 @@ def smallest(kind: str, preset_name: str, model: str, method: str) -> dict:
 
 
 def cards():
+    streamed = []
     for kind, preset in (("gpu", "a100_80gb"), ("mps", "apple_m4_max_64gb")):
         for model in JOBS["cards"]["models"]:
             for method in ("full", "lora", "qlora", *(["streamed"] if kind == "gpu" else [])):
-                yield smallest(kind, preset, model, method)
+                row = smallest(kind, preset, model, method)
+                streamed += [row] if method == "streamed" else []
+                yield row
     for name in JOBS["cards"]["cards"]:
         card = get_hardware(name)
         kind = "mps" if card.backend == "mps" else "gpu"
-        yield {"card": name, "label": card.label, "kind": kind, "capacity_bytes": card.memory}
+        host = assumed_host_memory(card).bytes
+        row = {"card": name, "label": card.label, "kind": kind, "capacity_bytes": card.memory, "host_bytes": host}
+        short = [job for job in streamed if job["device_bytes"] <= card.memory and job["host_bytes"] > host]
+        yield row | {"host_memory": {job["model"]: host_memory(job["model"], name) for job in short if kind == "gpu"}}
+
+
+def host_memory(model: str, card: str) -> int | None:
+    """The --host-memory (GiB) with which a plan streams QLoRA's weights from there; None where it needs no more."""
+    found = plan(model, card, seq_len=TOKENS, method="qlora")
+    named = (re.match(r"--host-memory (\d+) ", change) for change in found.nearest)
+    return next((int(match[1]) for match in named if match), None)
 
 
 def clusters():

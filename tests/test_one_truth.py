@@ -77,7 +77,7 @@ def test_what_the_table_calls_tight_is_what_no_plan_fills():
         for model in models:
             sizes = {method: need.get((card["kind"], model, method), {}).get("device_bytes") for method in METHODS}
             largest = next((size for size in sizes.values() if size and size <= card["capacity_bytes"]), 0)
-            tight = "(tight)" in largest_method(sizes, None, card["capacity_bytes"])
+            tight = "(tight)" in largest_method(sizes, None, capacity=card["capacity_bytes"])
             assert tight == (largest > PLAN_PROFILES["maximum"][1] * card["capacity_bytes"])
     for page in ("README.md", "docs/quickstart.md"):
         assert re.search(

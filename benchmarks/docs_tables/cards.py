@@ -30,13 +30,23 @@ def cards(up: str, few: bool = False) -> str:
         streamed = [needs.get((card["kind"], model, "streamed")) for model in models]
         sizes = ({method: needs.get((card["kind"], model, method)) for method in METHOD_NAMES} for model in models)
         label = f"{card['label']} ({gib(card['capacity_bytes'])} GiB)"
-        lines.append([label, *map(partial(largest_method, capacity=card["capacity_bytes"]), sizes, streamed)])
-    return f"{table(['card', *(f'`{model}`' for model in models)], lines)}\n\n{predicted('cards', up)}"
+        asked = map(card["host_memory"].get, models)
+        cells = map(partial(largest_method, capacity=card["capacity_bytes"]), sizes, streamed, asked)
+        lines.append([label, f"{gib(card['host_bytes'])} GiB", *cells])
+    heads = ["card", "host memory", *(f"`{model}`" for model in models)]
+    return f"{table(heads, lines)}\n\n{predicted('cards', up)}"
 
 
-def largest_method(sizes: dict[str, int | None], streamed: int | None, capacity: int) -> str:
+def largest_method(
+    sizes: dict[str, int | None], streamed: int | None, host_memory: int | None = None, *, capacity: int
+) -> str:
     """The largest method that fits, in bold, and the next larger one, struck through; if none fits, QLoRA with its
-    weights in host memory, where that does."""
+    weights in host memory, where that does.
+
+    Args:
+        streamed: what it needs of the device then.
+        host_memory: GiB of the host that it needs, where a plan assumes less.
+    """
     too_large = ""
     for method, size in sizes.items():
         if size is None:
@@ -47,5 +57,6 @@ def largest_method(sizes: dict[str, int | None], streamed: int | None, capacity:
             return f"**{need}**{tight} {too_large}".strip()
         too_large = f"~~{need}~~"
     if streamed and streamed <= PLAN_PROFILES["maximum"][1] * capacity:
-        return f"weights in host memory {gib(streamed)} {too_large}"
+        need = f", with `--host-memory {host_memory}`" if host_memory else ""
+        return f"weights in host memory {gib(streamed)}{need} {too_large}"
     return f"{too_large} out of memory"
