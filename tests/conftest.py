@@ -140,7 +140,7 @@ def pytest_collection_modifyitems(items):
     tests: dict[tuple[str, int], list] = {}
     for item in items:
         most = next((most for marker, most in _KEPT.items() if item.get_closest_marker(marker)), None)
-        if most and not item.get_closest_marker("sweep"):
+        if most and not item.get_closest_marker("sweep") and not item.get_closest_marker("whole"):
             tests.setdefault((item.nodeid.split("[")[0], most), []).append(item)
     for (_, most), cases in tests.items():
         kept = {place * len(cases) // most for place in range(most)}

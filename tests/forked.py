@@ -99,6 +99,7 @@ def _become(request: dict) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     program, *arguments = request["argv"]
     code = 0
     try:

@@ -273,6 +273,7 @@ def _launch(words: list[str]) -> None:
     from accelerate.commands.launch import launch_command_parser
 
     from hf_memopt.presets.trl_configs import trl_class
+    from hf_memopt.recipe.answers import AnswerArguments
     from hf_memopt.recipe.arguments import RecipeArguments, parse
     from hf_memopt.recipe.preference import PreferenceArguments
     from hf_memopt.recipe.video import VideoArguments
@@ -283,9 +284,12 @@ def _launch(words: list[str]) -> None:
         assert (ROOT / given.config_file).is_file() or copied.is_file()
     if given.training_script.startswith("recipes/"):
         assert (ROOT / given.training_script).is_file()
-        own, config_class = VideoArguments if "video" in given.training_script else RecipeArguments, None
-        if "dpo" in given.training_script:
-            own, config_class = PreferenceArguments, trl_class("DPOConfig")
+        own, config = {
+            "dpo": (PreferenceArguments, "DPOConfig"),
+            "sft": (AnswerArguments, "SFTConfig"),
+            "video_sft": (VideoArguments, None),
+        }.get(Path(given.training_script).stem, (RecipeArguments, None))
+        config_class = config and trl_class(config)
         parse(given.training_script_args, own=own, config_class=config_class)
 
 

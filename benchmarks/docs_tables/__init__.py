@@ -36,5 +36,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/trl.md": trl.TABLES,
     "docs/versions.md": {"stacks": stacks},
     "docs/video.md": video.TABLES,
-    **answers(),
 }
+for page, made in answers().items():
+    TABLES[page] = TABLES.get(page, {}) | made
