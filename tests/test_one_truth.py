@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_memopt import MemoryArguments
+from hf_memopt import MemoryArguments, plan
 from hf_memopt.cli.estimate import settle_job
 from hf_memopt.cli.settings import command_spec
 from hf_memopt.estimator.api import estimate_job
@@ -19,12 +19,13 @@ from hf_memopt.planner.choice_jobs import choice_job
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.presets import METHODS
+from hf_memopt.units import GIB
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from docs_tables.cards import largest_method  # noqa: E402
-from predictions import TOKENS, smallest  # noqa: E402
+from predictions import TOKENS, host_memory, smallest  # noqa: E402
 
 MODEL, CARD = "llama-3.2-1b", "a100_80gb"
 
@@ -83,3 +84,12 @@ def test_what_the_table_calls_tight_is_what_no_plan_fills():
         assert re.search(
             r"tight means above\s<!-- =plans.fills -->.*<!-- = --> of the card", (ROOT / page).read_text()
         )
+
+
+@pytest.mark.slow
+def test_a_plan_streams_weights_with_the_tables_host_memory_and_not_with_less():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "cards.json").read_text())["rows"]
+    card = next(row for row in rows if row.get("card") == "rtx_3060")
+    ((model, memory),) = card["host_memory"].items()
+    assert host_memory(model, card["card"]) == memory  # nothing fits with what is assumed
+    assert plan(model, card["card"], seq_len=TOKENS, method="qlora", host_memory=memory * GIB).profiles
