@@ -9,6 +9,7 @@ accelerator they would be, too.
 import contextlib
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,17 +38,26 @@ def in_torch_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.untyped_storage().resizable() else tensor.clone()
 
 
-def measure(script: str, arguments: list[str]) -> dict[str, int]:
-    """Bytes that a script's first two steps take, and the steps that were done; the process is of no use after it."""
+def allocated(trainer, train: Callable[[], None]) -> int:
+    """Bytes of a trainer's models, and what the allocator gives out while it trains."""
+    held = model_bytes(trainer)
+    return held + allocator_peak(train)
+
+
+def measure(script: str, arguments: list[str], peak: Callable = allocated) -> dict[str, int]:
+    """Bytes that a script's first two steps take, and the steps that were done; the process is of no use after it.
+
+    Args:
+        peak: (trainer, train) -> bytes.
+    """
     train, measured = Trainer.train, {}
 
     def two_steps(trainer, *args, **kwargs):
         trainer.args.max_steps, trainer.args.save_strategy = STEPS, "no"
         collate = trainer.data_collator
         trainer.data_collator = lambda rows: tree_map_only(torch.Tensor, in_torch_memory, dict(collate(rows)))
-        held = model_bytes(trainer)
-        peak = allocator_peak(lambda: train(trainer, *args, **kwargs))
-        measured.update(measured_bytes=held + peak, steps=trainer.state.global_step)
+        measured["measured_bytes"] = peak(trainer, lambda: train(trainer, *args, **kwargs))
+        measured["steps"] = trainer.state.global_step
         raise Trained
 
     Trainer.train = two_steps

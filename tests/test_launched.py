@@ -5,9 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import product
 
 import pytest
-from conftest import BIN, ROOT, slow
+import yaml
+from conftest import BIN, ROOT, slow, sweep
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
@@ -49,12 +51,12 @@ def job(tmp_path, monkeypatch):
     (tmp_path / "preset.py").write_text(PRESET, encoding="utf-8")
     shutil.copy(YAML / "deepspeed" / "zero3.json", tmp_path)
 
-    def describe(command: str, devices: int | None = None):
+    def describe(command: str, devices: int | None = None, hardware: str = "a100_80gb"):
         launch, own, (script, *arguments) = split_launch(command.split())
         arguments += ["--output_dir", "out"] * (script == "train.py")
         words = ScriptCommand(script, arguments, launch, own, devices)
-        with caught_trainer(words, "a100_80gb") as trainer:
-            return describe_trainer(trainer, "a100_80gb", None, None)
+        with caught_trainer(words, hardware) as trainer:
+            return describe_trainer(trainer, hardware, None, None)
 
     return describe
 
@@ -141,6 +143,14 @@ def test_the_engine_that_is_launched_is_predicted(job, command, devices, strateg
         assert described.engine.deepspeed["train_batch_size"] == micro * accumulation * processes
 
 
+def test_processes_that_would_each_train_alone_are_refused(job):
+    """What TrainingArguments make of two CPU processes without use_cpu."""
+    command = f"accelerate launch --config_file {YAML}/cpu_x2.yaml train.py"
+    with pytest.raises(InputError, match=r"starts 2 processes, .* each would train alone: .* --use_cpu"):
+        job(command, hardware="cpu")
+    assert job(f"{command} --use_cpu", hardware="cpu").world_size == 2
+
+
 @pytest.mark.parametrize(
     ("command", "devices", "message"),
     [
@@ -220,6 +230,8 @@ def test_the_environment_is_accelerates_own(name, tmp_path, monkeypatch):
     assert {key: ours.get(key) for key in names} == {key: real.get(key) for key in names}
 
 
+# ---- scripts of others: engine × script × the way it is asked for
+
 ENGINES = {
     "ddp": "--num_processes 2 --multi_gpu",
     "fsdp1": f"--num_processes 2 {FSDP.format(1)}",
@@ -227,45 +239,120 @@ ENGINES = {
     "zero2": "--num_processes 2 --use_deepspeed --zero_stage 2",
     "zero3": "--num_processes 2 --use_deepspeed --zero_stage 3",
 }
-SCRIPTS = ("run_clm", "run_glue", "peft_lora_classification", "trl_sft", "trl_dpo_lora", "run_image_classification")
+FLAGS = {
+    "ddp": [],
+    "fsdp1": ["--fsdp", "full_shard auto_wrap", "--fsdp_config", '{"version": 1}'],
+    "fsdp2": ["--fsdp", "full_shard auto_wrap"],
+    "zero2": ["--deepspeed", f"{YAML}/deepspeed/zero2.json"],
+    "zero3": ["--deepspeed", f"{YAML}/deepspeed/zero3.json"],
+}
+WRAPPED = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+FILES = {
+    "ddp": {"distributed_type": "MULTI_GPU"},
+    "fsdp1": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1, **WRAPPED}},
+    "fsdp2": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, **WRAPPED}},
+    "zero2": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}},
+    "zero3": {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
+}
+SCRIPTS = ("run_clm", "run_glue", "trl_sft", "trl_dpo_lora", "run_image_classification", "peft_lora_classification")
+NO_FLAGS = ("trl_dpo_lora", "peft_lora_classification")  # which take none on their command lines
+MICRO_BATCHES = {"run_clm": 4, "run_glue": 8, "trl_sft": 4, "trl_dpo_lora": 2, "peft_lora_classification": 16}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with the small models and data that the scripts' own commands name."""
+    import script_inputs
+
+    folder = tmp_path_factory.mktemp("inputs")
+    script_inputs.main(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import estimator_scripts
+
+    return estimator_scripts
+
+
+def asked(way: str, engine: str, script, arguments: list[str], folder) -> ScriptCommand:
+    """The command of a script whose engine is named by its own flags, by accelerate's options or its file."""
+    if way == "flags":
+        return ScriptCommand(str(script), [*arguments, *FLAGS[engine]], devices=2)
+    words = ENGINES[engine].split()
+    if way == "file":
+        file = folder / f"{engine}.yaml"
+        file.write_text(yaml.safe_dump({"num_processes": 2, "use_cpu": False, **FILES[engine]}))
+        words = ["--config_file", str(file)]
+    return ScriptCommand(str(script), arguments, Launch("accelerate"), words)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_of_others_under_engines(name, engine, tmp_path_factory):
-    """The engine that is launched, for two devices, or a sentence that names a reason."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import estimator_scripts
-    import script_inputs
-
-    folder = tmp_path_factory.getbasetemp() / "inputs"
-    if not folder.exists():
-        folder.mkdir()
-        script_inputs.main(folder)
+@pytest.mark.parametrize(
+    ("name", "engine", "way"),
+    [
+        case if place % 8 == 0 else sweep(*case)
+        for place, case in enumerate(product(SCRIPTS, ENGINES, ("command", "flags", "file")))
+        if not (case[0] in NO_FLAGS and case[2] == "flags")
+    ],
+)
+def test_scripts_of_others_under_engines(name, engine, way, inputs, scripts, tmp_path):
+    """The engine that is launched, for two devices, with the script's own batch."""
     script = ROOT / "tests" / "scripts" / f"{name}.py"
+    command = asked(way, engine, script, scripts.argv(script), tmp_path)
 
     def launched(script) -> dict:
-        command = ScriptCommand(
-            str(script), estimator_scripts.argv(script), Launch("accelerate"), ENGINES[engine].split()
-        )
-        try:
-            with caught_trainer(command, "a100_80gb") as trainer:
-                job = describe_trainer(trainer, "a100_80gb", None, None)
-                return {
-                    "strategy": job.engine.strategy,
-                    "devices": job.world_size,
-                    "bytes": estimate_job(job).device_bytes,
-                }
-        except InputError as error:
-            return {"refused": str(error)}
+        with caught_trainer(command, "a100_80gb") as trainer:
+            job = describe_trainer(trainer, "a100_80gb", None, None)
+            found = {"strategy": job.engine.strategy, "version": fsdp_version(trainer), "devices": job.world_size}
+            found["micro"] = job.fields["per_device_train_batch_size"]
+            return {**found, "bytes": estimate_job(job).device_bytes}
 
-    answer = estimator_scripts.forked(launched, script, folder).result
-    if "refused" in answer:
-        assert answer["refused"] in REFUSED.get((name, engine), ()), answer
-    else:
-        assert (answer["strategy"], answer["devices"]) == (engine.replace("fsdp1", "fsdp2"), 2)
+    answer = scripts.forked(launched, script, inputs).result
+    assert answer.pop("bytes") > 0
+    version = {"fsdp1": 1, "fsdp2": 2}.get(engine)
+    strategy = engine.replace("fsdp1", "fsdp2")
+    assert answer == {"strategy": strategy, "version": version, "devices": 2, "micro": MICRO_BATCHES.get(name, 8)}
 
 
-REFUSED: dict[tuple[str, str], tuple[str, ...]] = {}
+def fsdp_version(trainer) -> int | None:
+    """What accelerate would shard with; None where it does not."""
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    return plugin and plugin.fsdp_version
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("run_clm", "cpu_x2_zero2"),
+        sweep("run_clm", "cpu_x2"),
+        sweep("run_clm", "cpu_x2_zero3"),
+        *(
+            sweep(name, file)
+            for name in ("run_glue", "trl_sft")
+            for file in ("cpu_x2", "cpu_x2_zero2", "cpu_x2_zero3")
+        ),
+    ],
+)
+def test_two_real_processes_take_what_is_predicted(name, file, inputs, scripts, tmp_path):
+    """Within 1 % on each rank, by the live tensors of two steps that accelerate started."""
+    script = ROOT / "tests" / "scripts" / f"{name}.py"
+    words, arguments = ["--config_file", str(YAML / f"{file}.yaml")], [*scripts.argv(script), "--use_cpu"]
+    counted = [BIN / "accelerate", "launch", *words, ROOT / "benchmarks" / "launched_rank.py", tmp_path, script]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*counted, *arguments], cwd=inputs, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    measured = [json.loads((tmp_path / f"{rank}.json").read_text())["measured_bytes"] for rank in (0, 1)]
+
+    def predicted(script) -> dict:
+        with caught_trainer(ScriptCommand(str(script), arguments, Launch("accelerate"), words), "cpu") as trainer:
+            return estimate_job(describe_trainer(trainer, "cpu", None, None)).to_dict()
+
+    estimate = scripts.forked(predicted, script, inputs).result["peak_allocated_bytes"]
+    assert estimate == pytest.approx(max(measured), rel=0.01), measured

@@ -23,7 +23,7 @@ from hf_memopt.confined.hub import through_parent
 from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
 from hf_memopt.estimator.device_stand_in import seen_by_script
 from hf_memopt.estimator.fake_pretrained import fake_models
-from hf_memopt.estimator.launched import ScriptCommand, as_launched, read_launched
+from hf_memopt.estimator.launched import Launched, ScriptCommand, as_launched, read_launched
 from hf_memopt.estimator.patches.replacement import all_replaced
 from hf_memopt.estimator.patches.trl_trainers import without_engine, without_precomputing
 from hf_memopt.estimator.scratch_libraries import nothing_written
@@ -92,6 +92,7 @@ def caught_trainer(
             _script_environment(path, [*command.arguments]),
         ):
             trainer = _run(path)
+            _check_processes(trainer, launched)
             chosen = {name: os.environ[name] for name in SPELLINGS if name in os.environ}
         for name in SPELLINGS:  # until the end of the stack, which restores the environment
             os.environ.pop(name, None)
@@ -125,6 +126,19 @@ def _presets_as_launched() -> Iterator[None]:
 
     with mock.patch.object(preset_arguments, "build_training_arguments", build_as_launched):
         yield
+
+
+def _check_processes(trainer, launched: Launched) -> None:
+    """Refuse a script whose processes would not train together, each of them the whole job.
+
+    Raises:
+        InputError: so it is, as of TrainingArguments (transformers 5.24) on CPUs without use_cpu.
+    """
+    if launched.processes > 1 and trainer.args.world_size == 1:
+        raise InputError(
+            f"the launcher starts {launched.processes} processes, and the script's TrainingArguments know of one, so "
+            "that each would train alone: on a CPU they need --use_cpu"
+        )
 
 
 def _import_before() -> None:
