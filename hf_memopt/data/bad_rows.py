@@ -34,6 +34,9 @@ class BadRows:
     def count(self) -> int:
         return sum(self.counts.values())
 
+    def __str__(self) -> str:
+        return f"{self.count:,} of {_rows(self.total)} left out: {self.listed()}"
+
     def listed(self) -> str:
         """Each reason with its first row and the number of its rows."""
         named = [f"{first} ({_rows(count)})" for first, count in zip(self.first, self.counts.values(), strict=True)]
@@ -62,7 +65,7 @@ def _rows(count: int) -> str:
     return f"{count:,} row{'' if count == 1 else 's'}"
 
 
-def why_refused(row: dict[str, Any], judge: Judge) -> str | None:
+def _why_refused(row: dict[str, Any], judge: Judge) -> str | None:
     """What is wrong with a row, as the place of the code that refuses it, which is one whatever the row's values are;
     None of a good row."""
     try:
@@ -72,11 +75,11 @@ def why_refused(row: dict[str, Any], judge: Judge) -> str | None:
         return " ".join(f"{frame.name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[1:])
 
 
-def describe(refused: Iterable[tuple[int, str, dict[str, Any]]], total: int, judge: Judge, source: str) -> BadRows:
+def _described(refused: Iterable[tuple[int, str, dict[str, Any]]], total: int, judge: Judge, source: str) -> BadRows:
     """Bad rows by their reason.
 
     Args:
-        refused: number, why_refused() and content of each bad row.
+        refused: number, _why_refused() and content of each bad row.
     """
     kinds: dict[str, list] = {}
     for number, why, row in refused:
@@ -99,12 +102,15 @@ def _message(row: dict[str, Any], judge: Judge, where) -> str:
     raise AssertionError("a row that was refused is accepted")
 
 
-def sift(parts, judge: Judge, source: str, skip: bool = False) -> tuple[list, BadRows]:
+def sift(
+    parts, judge: Judge, source: str, skip: bool = False, switch: str = "--skip_bad_rows"
+) -> tuple[list, BadRows]:
     """Parts of a data set without the rows that a judge refuses.
 
     Args:
         parts: training and held-out rows, Datasets or streams; None where there are none.
         skip: leave bad rows out; else they end the run.
+        switch: what does so, as it is written here.
 
     Returns:
         The parts, and what was left out; of a stream, whose rows are judged when they are read, nothing is known yet.
@@ -123,19 +129,17 @@ def sift(parts, judge: Judge, source: str, skip: bool = False) -> tuple[list, Ba
         refused += [(row_number(numbers, index), reasons[index], rows[index]) for index in places]
         good = [index for index, why in enumerate(reasons) if not why]
         kept.append(rows.select(good) if places else rows)
-    bad = describe(refused, sum(map(len, filter(None, parts))), judge, source)
-    bad.refuse(None if skip else "--skip_bad_rows")
-    if bad.count:
-        say_once("note: skip_bad_rows: %d of %s left out: %s", bad.count, _rows(bad.total), bad.listed())
+    bad = _described(refused, sum(map(len, filter(None, parts))), judge, source)
+    bad.refuse(None if skip else switch)
     return kept, bad
 
 
 def _judge_all(rows, judge: Judge) -> list[str | None]:
-    """why_refused() of each row, kept by `datasets` until rows, judge or version change."""
+    """_why_refused() of each row, kept by `datasets` until rows, judge or version change."""
     from datasets import Features, Value
 
     def judged(row: dict, version: str) -> dict[str, str | None]:
-        return {"refused": why_refused(row, judge)}
+        return {"refused": _why_refused(row, judge)}
 
     settings: dict[str, Any] = {
         "remove_columns": rows.column_names,
@@ -145,7 +149,7 @@ def _judge_all(rows, judge: Judge) -> list[str | None]:
 
 
 def _keep_of_stream(row: dict, index: int, judge: Judge, source: str, skip: bool, told: set[str]) -> bool:
-    if (why := why_refused(row, judge)) is None:
+    if (why := _why_refused(row, judge)) is None:
         return True
     if skip and why in told:
         return False

@@ -55,7 +55,7 @@ def load_rows(
     Raises:
         InputError: the source does not exist, is empty, or has no supported columns.
     """
-    splits = _open(source, config, streaming, with_media)
+    splits = open_splits(source, config, streaming, with_media)
     for name in filter(None, (split, held_out_split)):
         if name not in splits:
             raise InputError(f"data set {source!r} has no split {name!r}; it has {', '.join(map(str, splits))}")
@@ -87,6 +87,18 @@ def local_path(source: str) -> Path:
     return path
 
 
+def undecoded(rows):
+    """Rows whose media are files and bytes: `datasets` would decode columns of its own types, with other libraries."""
+    from datasets import Image, List, Video
+
+    for name, kind in rows.features.items():
+        inner = kind.feature if isinstance(kind, List) else kind
+        if isinstance(inner, Image | Video):
+            plain = type(inner)(decode=False)
+            rows = rows.cast_column(name, List(plain) if isinstance(kind, List) else plain)
+    return rows
+
+
 def _without(rows, ignore: Sequence[str], source):
     """The rows without the ignored columns.
 
@@ -113,7 +125,14 @@ def say_once(message: str, *values) -> None:
         logger.warning(message, *values)
 
 
-def _open(source, config, streaming, with_media: bool = False) -> dict:
+def open_splits(source: str, config: str | None = None, streaming: bool = False, with_media: bool = False) -> dict:
+    """The splits of a source by their names; of a file it is "train".
+
+    Args: as load_rows() takes them.
+
+    Raises:
+        InputError: there is no such source, or it cannot be read.
+    """
     from datasets import Dataset, load_dataset, load_from_disk
 
     if source in ("builtin:documents", "builtin:questions", "builtin:preferences"):

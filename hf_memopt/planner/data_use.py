@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.data.answers import find_answer_kind, read_answer
-from hf_memopt.data.bad_rows import BadRows, Judge, describe, why_refused
+from hf_memopt.data.bad_rows import BadRows, Judge, sift
 from hf_memopt.data.chat import Chat
-from hf_memopt.data.clip_folder import captioned_rows
 from hf_memopt.data.columns import MEDIA, accepted, find_form
 from hf_memopt.data.pairs import PAIRS, check_pair, check_prompt
-from hf_memopt.data.row_files import READERS, numbered_rows
-from hf_memopt.data.sources import local_path
+from hf_memopt.data.sources import local_path, open_splits, undecoded
 from hf_memopt.data.tokens import check_text
 from hf_memopt.data.turns import joined_text
 from hf_memopt.errors import InputError, listed
@@ -74,7 +72,7 @@ class Use:
         """
         notes = []
         if self.bad.count:
-            notes.append(f"{self.bad.count} of {self.bad.total} rows are left out: {self.bad.listed()}")
+            notes.append(str(self.bad))
         if longer := self.longer_than(tokens):
             by = "" if self.counted else f" by {_BYTES_A_TOKEN} bytes a token"
             notes.append(
@@ -96,8 +94,7 @@ class Use:
 def find_use(
     source: str, task: str | None = None, with_media: bool = False, model: str | None = None, skip: bool = False
 ) -> Use | None:
-    """The use of a local file of rows or folder of clips; None of what is read when the job runs: a hub name, parquet,
-    any other folder.
+    """The use of local data; None of a hub name, which is read when the job runs.
 
     Args:
         task: that the user named.
@@ -110,23 +107,21 @@ def find_use(
         InputError: nothing is there, a row cannot be read, or the recipe of the task does not train on such rows.
     """
     path = local_path(source)
-    if path.is_dir():
-        if not any(path.iterdir()):
-            raise InputError(f"data set {source!r} is an empty folder")
-        captioned = captioned_rows(path, source) if with_media else None
-        return captioned and _judged(captioned, source, conversation, Use(task, len(captioned), media=True), skip)
-    if not (path.is_file() and path.suffix in READERS):
+    if not path.exists():
         return None
-    rows = [row for _, row in numbered_rows(path)]
-    if not rows:
-        raise InputError(f"data set {source!r} is empty: the file has no rows")
-    columns = dict.fromkeys(name for row in rows for name in row)
-    rows = [{**dict.fromkeys(columns), **row} for row in rows]  # as a table has them
-    tokenizer = _tokenizer(model)
-    return _of_rows(rows, list(columns), source, task, with_media, tokenizer, skip)
+    if path.is_dir() and not any(path.iterdir()):
+        raise InputError(f"data set {source!r} is an empty folder")
+    splits = open_splits(source, with_media=with_media)
+    if "train" not in splits:
+        raise InputError(f"data set {source!r} has no split 'train'; it has {', '.join(map(str, splits))}")
+    rows = undecoded(splits["train"])
+    if not len(rows):
+        raise InputError(f"data set {source!r} is empty: the split has no rows")
+    return _of_rows(rows, source, task, with_media, _tokenizer(model), skip)
 
 
-def _of_rows(rows: list[dict], columns: list[str], source: str, task, with_media: bool, tokenizer, skip: bool) -> Use:
+def _of_rows(rows, source: str, task: str | None, with_media: bool, tokenizer, skip: bool) -> Use:
+    columns = rows.column_names
     unsuitable = partial(_unsuitable, source, columns)
     if task in _PROMPTS:
         if missing := [name for name in _PROMPTS[task] if name not in columns]:
@@ -162,11 +157,7 @@ def _judged(rows, source: str, judge: Judge, use: Use, skip: bool, tokenizer=Non
     Raises:
         InputError: rows that it refuses, unless they are skipped.
     """
-    reasons = [why_refused(row, judge) for row in rows]
-    refused = [(number, why, rows[number]) for number, why in enumerate(reasons) if why]
-    bad = describe(refused, len(rows), judge, source)
-    bad.refuse(None if skip else "--skip-bad-rows")
-    good = [row for row, why in zip(rows, reasons, strict=True) if not why]
+    (good,), bad = sift([rows], judge, source, skip, "--skip-bad-rows")
     lengths = [max(_tokens(text, tokenizer) for text in texts_of(row)) for row in good] if texts_of else []
     samples = None if use.samples is None else len(good)
     return replace(use, samples=samples, bad=bad, lengths=tuple(lengths), counted=tokenizer is not None)
@@ -208,11 +199,11 @@ def _tokenizer(model: str | None):
     return None
 
 
-def _most(rows: list[dict], is_so: Callable[[dict], bool]) -> bool:
+def _most(rows, is_so: Callable[[dict], bool]) -> bool:
     return 2 * sum(map(is_so, rows)) > len(rows)
 
 
-def _has_media(rows: list[dict], with_media: bool) -> bool:
+def _has_media(rows, with_media: bool) -> bool:
     """True if rows have videos or images: any, for a model that takes them; most, for one that does not, whose recipe
     refuses single ones."""
 

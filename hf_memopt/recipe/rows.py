@@ -97,6 +97,8 @@ def keep_good(job: Job, parts, bad: BadRows) -> tuple:
         parts: to train on, and held out, as sift() left them.
     """
     job.bad_rows, (train, held_out) = bad, parts
+    if bad.count:
+        say_once("note: skip_bad_rows: %s", bad)
     if hasattr(train, "__len__") and not len(train):
         raise InputError(f"{bad.listed()}: no row is left to train on, all others are held out: lower held_out")
     if hasattr(held_out, "__len__") and not len(held_out):

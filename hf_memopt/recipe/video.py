@@ -10,6 +10,7 @@ from accelerate.utils import send_to_device
 from hf_memopt.compatibility import resolve_engine
 from hf_memopt.data.bad_rows import sift
 from hf_memopt.data.packed_batches import packed_batches
+from hf_memopt.data.sources import undecoded
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, choose
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments
@@ -218,7 +219,7 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
     limits = Limits(recipe.max_frames, recipe.video_fps, recipe.max_pixels_per_frame, recipe.max_video_tokens, length)
     encode = Encoder(processor, limits, _folder(recipe.media_folder, source), _downloads(job), _frame_cache(job))
     with job.args.main_process_first(desc="checking data"):
-        parts = [rows and _undecoded(rows) for rows in parts]
+        parts = [rows and undecoded(rows) for rows in parts]
         parts = keep_good(job, *sift(parts, encode.check, source, recipe.skip_bad_rows))
     bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)
     train, held_out = (rows and VideoSamples(rows, encode, bad, f"{source}: row") for rows in parts)
@@ -241,18 +242,6 @@ def _folder(media_folder: str | None, source: str) -> Path:
     if media_folder and not folder.is_dir():
         raise InputError(f"media_folder={media_folder}: no such folder")
     return folder if folder.is_dir() else Path()
-
-
-def _undecoded(rows):
-    """Rows whose media are files and bytes: `datasets` would decode columns of its own types, with other libraries."""
-    from datasets import Image, List, Video
-
-    for name, kind in rows.features.items():
-        inner = kind.feature if isinstance(kind, List) else kind
-        if isinstance(inner, Image | Video):
-            plain = type(inner)(decode=False)
-            rows = rows.cast_column(name, List(plain) if isinstance(kind, List) else plain)
-    return rows
 
 
 def largest_sample(samples: VideoSamples) -> dict[str, torch.Tensor]:
