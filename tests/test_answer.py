@@ -133,7 +133,7 @@ def test_rows_say_what_they_train_for(row, asked, use, jsonl):
     ("rows", "asked", "reason"),
     [
         ([{"foo": 1}], None, "has the columns foo; accepted are: messages; "),
-        ([{}], None, "has the columns none; accepted are"),
+        ([{}], None, "is empty: the file has no rows"),
         ([CHAT], "dpo", "task=dpo needs chosen and rejected"),
         ([CHAT], "grpo", "task=grpo needs prompt"),
         ([CHAT, PAIR], None, "row 1: the column 'chosen' would not be trained on"),
@@ -170,6 +170,22 @@ def test_rows_longer_than_a_sample_are_counted(jsonl, builtin_model):
     assert pairs.lengths == (3,), "of the longer answer, behind the prompt"
     chat = find_use(str(jsonl([CHAT])), model=str(builtin_model))
     assert chat.lengths == (len(tokenizer.apply_chat_template(CHAT["messages"], return_dict=False)),)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder", "saved"])
+def test_local_data_of_any_kind_are_judged(kind, tmp_path, no_progress_bars):
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"prompt": "?", "completion": answer} for answer in ("yes", "", "no")])
+    source = tmp_path / ("rows.parquet" if kind == "parquet" else "rows")
+    if kind == "saved":
+        rows.save_to_disk(source)
+    else:
+        source.mkdir() if kind == "folder" else None
+        rows.to_parquet(source / "rows.parquet" if kind == "folder" else source)
+    with pytest.raises(InputError, match=r"row 1: completion is empty.* 1 of 3 rows cannot be trained on"):
+        find_use(str(source))
+    assert find_use(str(source), skip=True) == Use("sft", 2, media=False)
 
 
 def test_what_is_not_a_file_of_rows(tmp_path):
