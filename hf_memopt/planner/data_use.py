@@ -195,7 +195,7 @@ def _tokenizer(model: str | None):
     if Path(model).is_dir():
         check_links(Path(model))
     with contextlib.suppress(Exception):  # a folder of a configuration alone, or a tokenizer of the model's own code
-        return AutoTokenizer.from_pretrained(model, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     return None
 
 
