@@ -281,6 +281,13 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def refused(*job):
+    """Why memory features do not go with a job's settings; arguments as Facts.of_settings() has them."""
+    from hf_memopt.levers.facts import Facts
+
+    return Facts.of_settings(*job).feature_refusals()
+
+
 def sweep(*values):
     """A case that make test-slow, too, leaves out: make test-sweeps runs it."""
     return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.sweep])

@@ -11,11 +11,11 @@ from hf_memopt.compatibility.setup import Setup, refusals
 from hf_memopt.engines import engine_named
 from hf_memopt.errors import InputError
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.levers import changes, features
+from hf_memopt.levers import changes, facts, features
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.change import Change
-from hf_memopt.levers.changes import JobFacts, advice, proposals, training_fields
-from hf_memopt.levers.refusals import check_levers
+from hf_memopt.levers.changes import advice, proposals
+from hf_memopt.levers.facts import Facts, training_fields
 from hf_memopt.oom.causes import _BY_STAGE, guess_job
 from hf_memopt.planner.choices import SearchSpace
 from hf_memopt.presets import get_preset, list_presets
@@ -28,7 +28,7 @@ TABLE = {name: value for module in MODULES for name, value in vars(module).items
 DEVICES = ("cuda", "rocm", "mps", "xpu", "cpu")
 ENGINES = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp", "tp")
 JOBS = [
-    JobFacts(
+    Facts(
         setup=Setup(device=device, strategy=engine, method=method, optim="adamw_torch", precision=precision),
         training={"per_device_train_batch_size": 4, "eval_strategy": "steps", precision: True},
         discrete_memory=device not in ("mps", "cpu"),
@@ -55,21 +55,21 @@ def test_no_proposal_is_refused(job):
         assert refusals(changed.setup) == [], change.written(settings)
         fields = {**job.training, **training_fields(settings)}
         memory = {name: value for name, value in settings.items() if name in MemoryArguments.names()}
-        check_levers(MemoryArguments(**memory), fields, changed.engine, job.setup.device)
+        Facts.of_settings(MemoryArguments(**memory), fields, changed.engine, job.setup.device).check_features()
 
 
 def test_settings_are_fields():
     """Names that TrainingArguments or MemoryArguments have, or that a preset is asked for with."""
     from transformers import TrainingArguments
 
-    known = {*TrainingArguments.__dataclass_fields__, *MemoryArguments.names(), *changes._NOT_TRAINING}
+    known = {*TrainingArguments.__dataclass_fields__, *MemoryArguments.names(), *facts._NOT_TRAINING}
     for name, change in TABLE.items():
         assert change.settings.keys() <= known, name
         assert change.settings or change.compute or change.label, name
 
 
 def test_8_bit_adam_is_proposed_where_it_has_a_kernel():
-    jobs = {device: JobFacts.on_device(device) for device in DEVICES}
+    jobs = {device: Facts.on_device(device) for device in DEVICES}
     assert {device for device, job in jobs.items() if not changes.ADAM_8BIT.settings_for(job)} == {"mps"}
     sharded = replace(jobs["cuda"], setup=Setup(strategy="fsdp2"))
     offloaded = replace(jobs["cuda"], setup=Setup(strategy="zero2", offload="cpu"))
@@ -114,16 +114,16 @@ def test_a_plan_chooses_nothing_that_is_refused(name):
 
 def test_a_change_that_is_refused_says_nothing_of_other_faults():
     """A job that is refused for one reason still hears what else would help it."""
-    emulated = JobFacts(setup=Setup(native_bf16=False, label="T4"))
+    emulated = Facts(setup=Setup(native_bf16=False, label="T4"))
     assert emulated.refusals() and changes.CHECKPOINTING.settings_for(emulated)
     with pytest.raises(InputError):
-        check_levers(MemoryArguments(optimizer_cpu_offload=True), {}, engine_named("ddp"))
+        Facts.of_settings(MemoryArguments(optimizer_cpu_offload=True), {}, engine_named("ddp")).check_features()
 
 
 @pytest.mark.parametrize(("samples", "size"), [(1, 1024), (8, 1024), (2048, 2048 * 4096 // 32)])
 def test_very_large_micro_batches_have_few_pieces(samples, size):
     """Hundreds of pieces take minutes to trace, and long to compute."""
     setup = Setup(device="cuda", optim="adamw_torch", activation_checkpointing=True)
-    job = JobFacts(setup=setup, training={"per_device_train_batch_size": samples}, seq_len=4096)
+    job = Facts(setup=setup, training={"per_device_train_batch_size": samples}, seq_len=4096)
     proposed = {name: value for _, settings in proposals(job, TABLE.values()) for name, value in settings.items()}
     assert (proposed["loss_chunk_size"], proposed["mlp_tile_size"]) == (size, size)

@@ -13,11 +13,12 @@ from hf_memopt.estimator import estimate, estimate_trainer
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.dry_run import caught_trainer
+from hf_memopt.estimator.job_checks import facts_of
 from hf_memopt.estimator.largest_batch import largest_batch
 from hf_memopt.estimator.launched import ScriptCommand
 from hf_memopt.estimator.smaller import with_sizes
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
-from hf_memopt.estimator.suggestions import TRAINERS_ORDER, job_facts, smallest_combination
+from hf_memopt.estimator.suggestions import TRAINERS_ORDER, smallest_combination
 from hf_memopt.estimator.tracing import trace
 from hf_memopt.estimator.tracing.tasks import TASKS
 from hf_memopt.estimator.trainer_job import describe_trainer
@@ -338,7 +339,7 @@ def test_logits_that_wait_for_metrics_are_proposed_to_go_to_the_host(tmp_path):
     assert found.saved_bytes == estimate.device_bytes - moved.device_bytes
     for fields in ({"eval_accumulation_steps": 1}, {"prediction_loss_only": True}):
         job = describe_trainer(_evaluating(tmp_path, **fields), "rtx_3060", None, None)
-        assert EVAL_ACCUMULATION.settings_for(job_facts(job)) is None
+        assert EVAL_ACCUMULATION.settings_for(facts_of(job)) is None
 
 
 def test_no_line_goes_through_two_points_of_one_moment():

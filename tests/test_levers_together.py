@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import slow
+from conftest import refused, slow
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, default_data_collator
 
@@ -14,7 +14,6 @@ from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers import activation_offload, optimizer_cpu_offload, weight_streaming
 from hf_memopt.levers.adapters import add_adapters
-from hf_memopt.levers.refusals import refusals
 
 ROWS, LENGTH, VOCABULARY = 4, 128, 512
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
@@ -179,13 +178,13 @@ def test_what_is_refused_says_why():
         "activation_checkpointing_kwargs": {"use_reentrant": True, "every_n_layers": 2},
     }
     for engine in map(engine_named, ("none", "ddp", "fsdp2", "zero0")):
-        found = list(refusals(everything, fields, engine))
+        found = list(refused(everything, fields, engine))
         assert len(found) >= 11
         assert all("leave" in reason or "set" in reason or "keep one" in reason or "use" in reason for reason in found)
-    assert list(refusals(MemoryArguments(), {}, engine_named("none"))) == []
+    assert list(refused(MemoryArguments(), {}, engine_named("none"))) == []
     compressed = MemoryArguments(activation_compression="int8")
-    assert "would store the weights that ZeRO-3 gathers" in next(refusals(compressed, {}, engine_named("zero3")))
-    assert list(refusals(compressed, {}, engine_named("zero2"))) == []
+    assert "would store the weights that ZeRO-3 gathers" in next(refused(compressed, {}, engine_named("zero3")))
+    assert list(refused(compressed, {}, engine_named("zero2"))) == []
 
 
 ESTIMATED = [

@@ -25,7 +25,7 @@ from hf_memopt.hardware import list_hardware
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
-from hf_memopt.levers.refusals import refusals as lever_refusals
+from hf_memopt.levers.facts import Facts
 from hf_memopt.planner.choice_jobs import choice_job, start_search
 from hf_memopt.planner.choices import Choice, list_choices, memory_arguments
 from hf_memopt.planner.cost import Cost
@@ -242,7 +242,7 @@ def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, 
         configured = choice.configured(preset)
         assert refusals(configured.setup()) == []
         fields = {**configured.training, **choice.fields(configured)}
-        assert not list(lever_refusals(memory_arguments(given, choice), fields, choice.engine))
+        assert not list(Facts.of_settings(memory_arguments(given, choice), fields, choice.engine).feature_refusals())
         assert choice.micro_batch * choice.accumulation * devices == 4 * devices
 
 

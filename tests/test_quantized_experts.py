@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import slow
+from conftest import refused, slow
 from peft import LoraConfig
 from test_estimator import CHECKPOINTED, LENGTH
 from test_quantized_jobs import _trainer as trainer_of
@@ -26,7 +26,6 @@ from hf_memopt.levers.quantized_experts import (
     quantize,
     quantize_experts,
 )
-from hf_memopt.levers.refusals import refusals
 
 ON = MemoryArguments(quantized_experts=True)
 FAMILIES = {
@@ -253,11 +252,11 @@ def test_experts_that_adapters_change_stay(tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    assert "torch_compile" in next(refusals(ON, {"torch_compile": True}, engine_named("none")))
+    assert "torch_compile" in next(refused(ON, {"torch_compile": True}, engine_named("none")))
     for name, family in (("fsdp1", "fsdp1"), ("fsdp2", "fsdp2"), ("tp", "mesh")):
-        assert f"{family} shards" in next(refusals(ON, {}, engine_of_table(name)))
-    assert "ZeRO-3 shards" in next(refusals(ON, {}, engine_named("zero3")))
-    assert not list(refusals(ON, {}, engine_named("zero2")))
+        assert f"{family} shards" in next(refused(ON, {}, engine_of_table(name)))
+    assert "ZeRO-3 shards" in next(refused(ON, {}, engine_named("zero3")))
+    assert not list(refused(ON, {}, engine_named("zero2")))
     model = AutoModelForCausalLM.from_config(config())
     with pytest.raises(InputError, match="in 4 bits: use method=qlora"):
         quantize_experts(model)

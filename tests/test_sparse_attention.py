@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import slow
+from conftest import refused, slow
 from peft import LoraConfig
 from small_runs import TINY
 from transformers import (
@@ -23,7 +23,6 @@ from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers import attention_pattern
 from hf_memopt.levers.adapters import add_adapters
-from hf_memopt.levers.refusals import refusals
 from hf_memopt.levers.sliding_window import set_window
 from hf_memopt.levers.sparse_attention import attend_to_blocks
 
@@ -227,7 +226,7 @@ def test_a_mask_of_the_users_own_is_refused():
     ],
 )
 def test_settings_that_exclude_each_other(given, reason):
-    assert reason in next(refusals(MemoryArguments(**given), {}, engine_named("none")))
+    assert reason in next(refused(MemoryArguments(**given), {}, engine_named("none")))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import refused
 from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
@@ -20,7 +21,6 @@ from hf_memopt import InputError, MemoryArguments, estimate
 from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.adapters import add_adapters
-from hf_memopt.levers.refusals import refusals
 from hf_memopt.levers.tiled_mlp import is_mlp, tile_mlps
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -121,7 +121,7 @@ def test_which_modules_are_mlps():
 
 def test_what_is_refused():
     levers = MemoryArguments(mlp_tile_size=64)
-    assert "both replace the MLP" in next(refusals(levers, {"use_liger_kernel": True}, engine_named("none")))
+    assert "both replace the MLP" in next(refused(levers, {"use_liger_kernel": True}, engine_named("none")))
     with pytest.raises(InputError, match="mlp_tile_size=0 must be above 0"):
         MemoryArguments(mlp_tile_size=0)
 

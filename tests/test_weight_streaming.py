@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import refused
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
@@ -17,7 +18,7 @@ from hf_memopt.estimator.job import describe
 from hf_memopt.estimator.tracing.quantization import loaded_tensors
 from hf_memopt.levers import weight_streaming
 from hf_memopt.levers.adapters import add_adapters
-from hf_memopt.levers.refusals import check_with_trl, refusals
+from hf_memopt.levers.refusals import check_with_trl
 from hf_memopt.levers.streamed_loading import streams_on_load, weights_streamed_on_load
 from hf_memopt.levers.weight_streaming import Lanes, LanesAtOnce, stream_weights, streamer_of
 
@@ -292,11 +293,11 @@ def test_of_half_the_layers_an_estimate_holds_half():
 
 def test_what_is_refused():
     on = MemoryArguments(weight_streaming=True)
-    assert list(refusals(on, {}, engine_named("ddp"))) == []
-    assert "leave it out under fsdp2" in next(refusals(on, {}, engine_named("fsdp2")))
-    assert "zero3_offload_cpu" in next(refusals(on, {}, engine_named("zero3")))
-    assert "torch_compile would compile" in next(refusals(on, {"torch_compile": True}, engine_named("none")))
-    assert "no effect without" in next(refusals(MemoryArguments(weight_streaming_ratio=0.5), {}, engine_named("none")))
+    assert list(refused(on, {}, engine_named("ddp"))) == []
+    assert "leave it out under fsdp2" in next(refused(on, {}, engine_named("fsdp2")))
+    assert "zero3_offload_cpu" in next(refused(on, {}, engine_named("zero3")))
+    assert "torch_compile would compile" in next(refused(on, {"torch_compile": True}, engine_named("none")))
+    assert "no effect without" in next(refused(MemoryArguments(weight_streaming_ratio=0.5), {}, engine_named("none")))
     with pytest.raises(InputError, match="weight_streaming goes without DPOTrainer"):
         check_with_trl(on, "DPOTrainer")
     with pytest.raises(InputError, match="weight_streaming_ratio=0 must lie above 0"):

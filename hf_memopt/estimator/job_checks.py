@@ -1,12 +1,16 @@
 """Refusals of jobs before a trace: lengths beyond the model's positions, settings that cannot train."""
 
+from dataclasses import replace
+
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.tracing.model import has_table
 from hf_memopt.estimator.tracing.optimizers import check_traceable
 from hf_memopt.estimator.tracing.tasks import TASKS
 from hf_memopt.hardware.attention import flash_attention
-from hf_memopt.levers.refusals import WHOLE_SAMPLES, check_levers
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.facts import Facts
+from hf_memopt.levers.refusals import WHOLE_SAMPLES
 
 
 def longest_sample(config, seq_len: int) -> int:
@@ -47,19 +51,13 @@ def check_length(config, task: str, seq_len: int) -> None:
         )
 
 
-def check_combination(job) -> None:
-    """Refuse what the Trainer or compatibility would refuse before training: only jobs that can run are estimated."""
-    fields = job.fields
-    if fields.get("bf16") and fields.get("fp16"):
-        raise InputError("bf16 and fp16 exclude each other: set one of them")
-    if job.memory_args is not None:
-        check_levers(job.memory_args, fields, job.engine, job.device.backend)
-    # The table's rows on sharding on a CPU are about how accelerate starts it: the job itself runs there over gloo.
-    device = "cuda" if job.device.backend == "cpu" and job.engine.accelerator_only else job.device.backend
+def facts_of(job) -> Facts:
+    """The facts of a job on its own device."""
+    fields, fewer = job.fields, job.video.halved() if job.video is not None else None
     setup = Setup(
         **job.engine.setup(),
-        optim=fields.get("optim", "adamw_torch_fused"),
-        device=device,
+        optim=str(fields.get("optim", "adamw_torch_fused")),
+        device=job.device.backend,
         method="qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora",
         precision="bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32",
         dtype=job.dtype,
@@ -70,9 +68,31 @@ def check_combination(job) -> None:
         compile_mode=compile_mode(fields.get),
         replicated=job.mesh is not None and job.mesh.dp_replicate_size > 1,
     )
+    return Facts(
+        setup=setup,
+        training=fields,
+        memory_args=job.memory_args or MemoryArguments(),
+        discrete_memory=job.device.discrete_memory,
+        task=job.task,
+        seq_len=job.seq_len,
+        halved_frames=None if job.video is None else fewer.frames if fewer else 0,
+        keeps_eval_logits=job.kept_batches > 1,
+    )
+
+
+def check_combination(job) -> None:
+    """Refuse what the Trainer or compatibility would refuse before training: only jobs that can run are estimated."""
+    if job.fields.get("bf16") and job.fields.get("fp16"):
+        raise InputError("bf16 and fp16 exclude each other: set one of them")
+    facts = facts_of(job)
+    if job.memory_args is not None:
+        facts.check_features()
+    # The table's rows on sharding on a CPU are about how accelerate starts it: the job itself runs there over gloo.
+    on_cpu = job.device.backend == "cpu"
+    setup = replace(facts.setup, device="cuda") if on_cpu and job.engine.accelerator_only else facts.setup
     for refusal in refusals(setup):
         raise InputError(refusal)
-    check_traceable(setup.optim, job.device.backend != "cpu")
+    check_traceable(setup.optim, not on_cpu)
 
 
 def check_shared(job) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.compatibility.setup import Setup, quant_storage
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_jobs
 from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.job_checks import check_shared
+from hf_memopt.estimator.job_checks import check_shared, facts_of
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 from hf_memopt.estimator.tracing.parallel import one_by_one
@@ -29,10 +28,9 @@ from hf_memopt.levers.changes import (
     SHORTER,
     ZERO3,
     ZERO3_OFFLOAD,
-    JobFacts,
     proposals,
-    training_fields,
 )
+from hf_memopt.levers.facts import Facts, training_fields
 from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
 from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
 from hf_memopt.presets import preset_by_name
@@ -40,8 +38,8 @@ from hf_memopt.presets import preset_by_name
 _LEAST_SAVING = 0.01  # of the peak; less is no advice
 
 
-def _single_sample(job: JobFacts) -> dict[str, int] | None:
-    micro = (job.training or {}).get("per_device_train_batch_size", 1)
+def _single_sample(job: Facts) -> dict[str, int] | None:
+    micro = job.fields.get("per_device_train_batch_size", 1)
     if micro == 1 or job.memory_args.max_tokens_per_batch is not None:
         return None
     accumulation = job.training.get("gradient_accumulation_steps", 1)
@@ -81,7 +79,7 @@ def largest_savings(job: Job, estimate: Estimate, count: int = 3, map_fn=one_by_
         map_fn: as for estimate_jobs().
     """
     changes = []
-    for change, settings in proposals(job_facts(job), ESTIMATED):
+    for change, settings in proposals(facts_of(job), ESTIMATED):
         with contextlib.suppress(InputError):  # what the job's trainer does not take
             changes.append((change.written(settings), changed_job(job, settings)))
     savings = _estimated(changes, estimate, map_fn)
@@ -136,7 +134,7 @@ def _changed(job: Job, changes: Sequence[Change]) -> tuple[Job, list[str]]:
     """A job with changes, one after the other, and their texts; of a setting that changes twice the last one."""
     texts: dict[str, str] = {}
     for change in changes:
-        settings = change.settings_for(job_facts(job))
+        settings = change.settings_for(facts_of(job))
         if settings is None or ("strategy" in settings and job.world_size == 1):
             continue
         try:
@@ -157,33 +155,6 @@ def _estimated(changes: list[tuple[str, Job]], estimate: Estimate, map_fn) -> li
         if not isinstance(changed, InputError)
     ]
     return [saving for saving in savings if saving.saved_bytes >= _LEAST_SAVING * estimate.peak_allocated_bytes]
-
-
-def job_facts(job: Job) -> JobFacts:
-    """The job in the terms of the table of changes, on its own device."""
-    fields = job.fields
-    setup = Setup(
-        **job.engine.setup(),
-        optim=str(fields.get("optim", "adamw_torch_fused")),
-        method="qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora",
-        device=job.device.backend,
-        precision="bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32",
-        dtype=job.dtype,
-        quant_storage=quant_storage(job.quantization_config),
-        activation_checkpointing=bool(fields.get("activation_checkpointing")),
-        accumulates=fields["gradient_accumulation_steps"] > 1,
-    )
-    fewer = job.video.halved() if job.video is not None else None
-    return JobFacts(
-        setup=setup,
-        training=fields,
-        memory_args=job.memory_args or MemoryArguments(),
-        discrete_memory=job.device.discrete_memory,
-        task=job.task,
-        seq_len=job.seq_len,
-        halved_frames=None if job.video is None else fewer.frames if fewer else 0,
-        keeps_eval_logits=job.kept_batches > 1,
-    )
 
 
 def changed_job(job: Job, settings: Mapping[str, Any]) -> Job:

@@ -13,8 +13,8 @@ def _always(job) -> bool:
 
 
 def micro_batch_tokens(job) -> int:
-    """Tokens of a job's micro-batch (changes.JobFacts)."""
-    return (job.training or {}).get("per_device_train_batch_size", 1) * (job.seq_len or 0)
+    """Tokens of a job's micro-batch (facts.Facts)."""
+    return job.fields.get("per_device_train_batch_size", 1) * (job.seq_len or 0)
 
 
 def chunk_tokens(tokens: int) -> int:
@@ -29,7 +29,7 @@ class Change:
     Attributes:
         settings: what it sets: fields of TrainingArguments and MemoryArguments, strategy, method, dtype, seq_len and
             max_frames. Empty for advice that is no setting of a job.
-        applies: whether it changes anything for a job, a changes.JobFacts.
+        applies: whether it changes anything for a job, a facts.Facts.
         compute: the settings, where they follow from the job's own; None where it changes nothing.
         label: how it is written; by default name=value.
         effect: what it does, in a few words.
@@ -47,7 +47,7 @@ class Change:
         if settings is None:
             return None
         # What is refused already is another matter, and no reason against this change.
-        refused = job.changed(settings).refusals() - job.refusals()
+        refused = set(job.changed(settings).refusals()).difference(job.refusals())
         return None if refused else settings
 
     def written(self, settings: Mapping[str, Any]) -> str:

@@ -5,92 +5,25 @@ the next error.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from typing import Any
 
-from hf_memopt.compatibility.setup import Setup
-from hf_memopt.compatibility.setup import refusals as setup_refusals
-from hf_memopt.engines import Engine, engine_named, engine_of_table
-from hf_memopt.levers.arguments import FEATURES, MemoryArguments
+from hf_memopt.levers.arguments import FEATURES
 from hf_memopt.levers.change import Change
+from hf_memopt.levers.facts import Facts
 from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
-from hf_memopt.levers.refusals import refusals as lever_refusals
 
 SHORTEST = 512  # tokens: shorter samples than these are not proposed
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobFacts:
-    """Facts of a job that is to take less memory. The defaults stand for a job of which only a log is left.
-
-    Attributes:
-        setup: the job in the terms of the compatibility table.
-        training: its TrainingArguments fields; None where unknown.
-        memory_args: its MemoryArguments.
-        discrete_memory: there is host memory beside the device's.
-        task: as the estimator names it.
-        seq_len: tokens a sample; None where unknown.
-        halved_frames: frames that are left when a video's are halved; None for text.
-        keeps_eval_logits: the logits of several evaluation batches stay on the device for compute_metrics.
-    """
-
-    setup: Setup = field(default_factory=Setup)
-    training: Mapping[str, Any] | None = None
-    memory_args: MemoryArguments = field(default_factory=MemoryArguments)
-    discrete_memory: bool = True
-    task: str = "causal-lm"
-    seq_len: int | None = None
-    halved_frames: int | None = None
-    keeps_eval_logits: bool = False
-
-    @classmethod
-    def on_device(cls, device: str) -> "JobFacts":
-        """A job of which only the kind of device is known: cuda, rocm, mps, xpu or cpu."""
-        return cls(setup=Setup(device=device), discrete_memory=device not in ("mps", "cpu"))
-
-    @property
-    def engine(self) -> Engine:
-        return engine_of_table(self.setup.strategy)
-
-    def refusals(self) -> set[str]:
-        """Every reason why the job cannot run."""
-        levers = lever_refusals(self.memory_args, dict(self.training or {}), self.engine, self.setup.device)
-        return {*setup_refusals(self.setup), *levers}
-
-    def changed(self, settings: Mapping[str, Any]) -> "JobFacts":
-        """The job with other settings."""
-        in_setup = {name: settings[name] for name in _SETUP_FIELDS & settings.keys()}
-        if "strategy" in settings:
-            engine = engine_named(settings["strategy"])
-            in_setup |= {"strategy": engine.name, "offload": engine.offload}
-        memory = {name: value for name, value in settings.items() if name in MemoryArguments.names()}
-        return replace(
-            self,
-            setup=replace(self.setup, **in_setup),
-            training={**(self.training or {}), **training_fields(settings)},
-            memory_args=replace(self.memory_args, **memory),
-        )
-
-
-_SETUP_FIELDS = {item.name for item in fields(Setup)}
-_NOT_TRAINING = {"strategy", "method", "dtype", "seq_len", "max_frames"}
-
-
-def training_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Select those of a change's settings that are TrainingArguments fields."""
-    return {
-        name: value for name, value in settings.items() if name not in _NOT_TRAINING.union(MemoryArguments.names())
-    }
-
-
-def proposals(job: JobFacts, changes: Iterable[Change]) -> Iterator[tuple[Change, Mapping[str, Any]]]:
+def proposals(job: Facts, changes: Iterable[Change]) -> Iterator[tuple[Change, Mapping[str, Any]]]:
     """Yield those of the changes that the job can take, each with its settings."""
     for change in changes:
         if (settings := change.settings_for(job)) is not None:
             yield change, settings
 
 
-def advice(job: JobFacts, changes: Iterable[Change], count: int = 3) -> list[str]:
+def advice(job: Facts, changes: Iterable[Change], count: int = 3) -> list[str]:
     """The first of the changes that the job can take, as sentences."""
     texts = []
     for change, settings in proposals(job, changes):
@@ -99,8 +32,8 @@ def advice(job: JobFacts, changes: Iterable[Change], count: int = 3) -> list[str
     return texts[:count]
 
 
-def _halve_micro_batch(job: JobFacts) -> dict[str, int] | None:
-    micro = (job.training or {}).get("per_device_train_batch_size", 1)
+def _halve_micro_batch(job: Facts) -> dict[str, int] | None:
+    micro = job.fields.get("per_device_train_batch_size", 1)
     if micro < 2 or job.memory_args.max_tokens_per_batch is not None:
         return None
     accumulation = job.training.get("gradient_accumulation_steps", 1)
@@ -110,19 +43,19 @@ def _halve_micro_batch(job: JobFacts) -> dict[str, int] | None:
     }
 
 
-def _shorten(job: JobFacts) -> dict[str, int] | None:
+def _shorten(job: Facts) -> dict[str, int] | None:
     if job.halved_frames is not None:
         return {"max_frames": job.halved_frames} if job.halved_frames else None
     return {"seq_len": job.seq_len // 2} if job.seq_len and job.seq_len > SHORTEST else None
 
 
-def _evaluates(job: JobFacts) -> bool:
+def _evaluates(job: Facts) -> bool:
     if job.training is None:
         return True
     return bool(job.training.get("eval_strategy")) and job.training.get("per_device_eval_batch_size", 8) > 1
 
 
-def _trains_all(job: JobFacts) -> bool:
+def _trains_all(job: Facts) -> bool:
     return job.setup.method == "full"
 
 

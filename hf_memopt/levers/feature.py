@@ -4,22 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_memopt.engines import NO_ENGINE, Engine
 from hf_memopt.levers.change import Change
-
-
-@dataclass(frozen=True, kw_only=True)
-class Around:
-    """The other settings of a job.
-
-    Attributes:
-        fields: TrainingArguments fields that differ from their defaults.
-        device: cuda, rocm, mps, xpu or cpu.
-    """
-
-    fields: dict[str, Any]
-    engine: Engine = NO_ENGINE
-    device: str = "cuda"
 
 
 @dataclass
@@ -49,8 +34,8 @@ class Feature:
         """
 
     @staticmethod
-    def refused(on, around: Around) -> Iterator[str]:
-        """A sentence for each setting that the feature does not go with."""
+    def refused(on, facts) -> Iterator[str]:
+        """A sentence for each setting of the job (facts.Facts) that the feature does not go with."""
         return iter(())
 
     @staticmethod

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_memopt.levers import changes
-from hf_memopt.levers.changes import JobFacts
+from hf_memopt.levers.facts import Facts
 from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.oom.classify import KILLED, Diagnosis, OomKind
@@ -101,14 +101,14 @@ class Failure:
     step: int | None = None
     grown: str | None = None
     longest: bool | None = None
-    job: JobFacts | None = None
+    job: Facts | None = None
     figures: Mapping[str, int] = field(default_factory=dict)
     frame: FrameRow | None = None
     offloads: bool = False
     ranks: bool = False
 
     @property
-    def known_job(self) -> JobFacts:
+    def known_job(self) -> Facts:
         """The job, or what its message tells of it."""
         return self.job or guess_job(self.diagnosis.message)
 
@@ -129,10 +129,10 @@ class Failure:
         return others > max(GIB, 0.05 * figures.get("capacity_bytes", 0)) and others >= needed
 
 
-def guess_job(message: str, frames: Sequence[str] = ()) -> JobFacts:
+def guess_job(message: str, frames: Sequence[str] = ()) -> Facts:
     """Guess the job from a failure's message and frames: its kind of device is CUDA where no other is named."""
     devices = (name for name, pattern in _DEVICES.items() if re.search(pattern, message))
-    job = JobFacts.on_device(next(devices, "cuda"))
+    job = Facts.on_device(next(devices, "cuda"))
     text, shown = "\n".join(frames), {}
     for name, value, pattern in _SETUPS:
         if name not in shown and re.search(pattern, text):

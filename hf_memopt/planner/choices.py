@@ -9,7 +9,6 @@ from math import lcm
 from types import MappingProxyType
 from typing import Any
 
-from hf_memopt.compatibility.setup import refusals as setup_refusals
 from hf_memopt.engines import Engine, engine_named
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.quantized_checkpoints import engine_refusal, resolve_quantization
@@ -21,11 +20,11 @@ from hf_memopt.estimator.trl_tasks import model_task
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.change import CHUNK
-from hf_memopt.levers.changes import ADAM_8BIT, JobFacts
+from hf_memopt.levers.changes import ADAM_8BIT
+from hf_memopt.levers.facts import Facts
 from hf_memopt.levers.features.activations import ACTIVATION_OFFLOAD, COMPRESSION
 from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
 from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
-from hf_memopt.levers.refusals import refusals as lever_refusals
 from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.packages import is_installed
 from hf_memopt.planner.trl_choices import NO_TRL, TrlChoice, trl_space
@@ -213,10 +212,9 @@ class Choice:
 
     def refused(self, preset: Preset, memory_args: MemoryArguments, fixed: dict[str, Any]) -> str | None:
         """The reason that the configured preset cannot run; None where it can."""
-        if reasons := setup_refusals(preset.setup()):
-            return reasons[0]
         fields = {**preset.training, **self.fields(preset, fixed)}
-        return next(lever_refusals(memory_args, fields, self.engine), None)
+        facts = Facts(setup=preset.setup(), training=fields, memory_args=memory_args)
+        return next(iter(facts.refusals()), None)
 
 
 def memory_arguments(memory_args: MemoryArguments, choice: Choice, **profile: Any) -> MemoryArguments:
@@ -362,7 +360,7 @@ class SearchSpace:
         discrete = preset.hardware.discrete_memory
         pages = preset.hardware.backend == "cuda" and discrete
         exact = "adamw_torch" if preset.hardware.backend in ("cpu", "mps") else "adamw_torch_fused"
-        job = JobFacts(setup=configured.setup(optim=exact), discrete_memory=discrete)
+        job = Facts(setup=configured.setup(optim=exact), discrete_memory=discrete)
         kinds: list[dict[str, Any]] = [{"optim": exact}]
         if own:
             kinds = [{"optim": own, "paged": pages and own.startswith("paged")}]

@@ -12,7 +12,8 @@ from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_tasks import model_task
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.levers.changes import BF16_WEIGHTS, JobFacts
+from hf_memopt.levers.changes import BF16_WEIGHTS
+from hf_memopt.levers.facts import Facts
 from hf_memopt.planner.choices import ZERO_OFFLOAD, available_strategies
 from hf_memopt.planner.settle import attention_layers, names_layers, settle
 from hf_memopt.presets import Preset
@@ -73,7 +74,7 @@ def _in_bf16(request: JobSpec, spec: JobSpec) -> Iterator[Fallback]:
     if request.dtype is not None or request.tool:
         return
     preset = spec.preset
-    if BF16_WEIGHTS.settings_for(JobFacts(setup=preset.setup(), discrete_memory=preset.hardware.discrete_memory)):
+    if BF16_WEIGHTS.settings_for(Facts(setup=preset.setup(), discrete_memory=preset.hardware.discrete_memory)):
         yield Fallback(
             spec=settle(replace(request, dtype="bfloat16"), "full"),
             trying="nothing fits with float32 weights: trying bfloat16",

@@ -9,8 +9,8 @@ from hf_memopt.estimator.result import Estimate
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.levers.change import CHUNK
+from hf_memopt.levers.facts import Facts
 from hf_memopt.levers.features.mlp_tiles import MLP_TILES
-from hf_memopt.levers.refusals import refusals
 from hf_memopt.planner.choice_jobs import choice_job
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.first_fit import TRIES, FirstFit
@@ -127,5 +127,6 @@ def _features(spec: JobSpec) -> Iterator[tuple[str, JobSpec, Choice]]:
     tiled = dataclasses.replace(spec, memory_args=memory_args)
     configured = choice.configured(spec.preset)
     fields = {**configured.training, **choice.fields(configured, spec.training)}
-    if spec.memory_args.mlp_tile_size is None and not any(refusals(memory_args, fields, choice.engine)):
+    refused = Facts.of_settings(memory_args, fields, choice.engine).feature_refusals()
+    if spec.memory_args.mlp_tile_size is None and not any(refused):
         yield f"{settings}, MLP in tiles of {CHUNK} tokens", tiled, choice

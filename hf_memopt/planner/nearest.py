@@ -21,7 +21,8 @@ from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, JobFacts, proposals
+from hf_memopt.levers.changes import BF16_WEIGHTS, LORA, QLORA, proposals
+from hf_memopt.levers.facts import Facts
 from hf_memopt.planner.choice_jobs import choice_job, smallest_choices, trace_sketch
 from hf_memopt.planner.choices import Choice, available_strategies, list_choices
 from hf_memopt.planner.devices import resolve_preset
@@ -213,7 +214,7 @@ def _methods(spec: JobSpec, smallest: Choice) -> Iterator[tuple[dict[str, int], 
     yield {}, [], spec
     hardware = spec.preset.hardware
     setup = replace(smallest.configured(spec.preset).setup(), strategy="none", offload="none")
-    job = JobFacts(setup=setup, discrete_memory=hardware.discrete_memory)
+    job = Facts(setup=setup, discrete_memory=hardware.discrete_memory)
     if spec.preset.processes == 1 and (settings := BF16_WEIGHTS.settings_for(job)):
         text = f"--set {BF16_WEIGHTS.written(settings)} ({BF16_WEIGHTS.effect})"
         in_bf16 = replace(spec, preset=replace(spec.preset, **settings))

@@ -10,7 +10,7 @@ from typing import Any
 from hf_memopt.errors import InputError
 from hf_memopt.files import check_links, is_there, read_bytes
 from hf_memopt.levers import changes
-from hf_memopt.levers.changes import JobFacts
+from hf_memopt.levers.facts import Facts
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.oom.causes import LATER_CHANGES, Failure, explain
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose_text
@@ -185,7 +185,7 @@ def _advise_on_event(event: dict[str, Any]) -> Advice:
             "training",
             event.get("step"),
             ADVICE.get(label, ""),
-            _unpredicted(changes.advice(JobFacts(), LATER_CHANGES)),
+            _unpredicted(changes.advice(Facts(), LATER_CHANGES)),
             "",
         )
     message = event.get("message", "")

@@ -5,7 +5,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.levers import changes
-from hf_memopt.levers.changes import JobFacts
+from hf_memopt.levers.facts import Facts
 from hf_memopt.oom.causes import Failure, explain
 from hf_memopt.oom.classify import Diagnosis
 from hf_memopt.oom.figures import parse_figures
@@ -129,10 +129,10 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
 def _usual_changes(trainer) -> list[str]:
     """Changes that help most jobs that fail with a single sample, and work with this one's device and engine."""
     setup = describe_setup(trainer.model, trainer.args)
-    job = JobFacts(
+    job = Facts(
         setup=setup,
         memory_args=trainer.memory_args,
-        discrete_memory=JobFacts.on_device(setup.device).discrete_memory,
+        discrete_memory=Facts.on_device(setup.device).discrete_memory,
         task="causal-lm" if trl_trainer(trainer) is None else "the trainer's own",  # TRL's head has chunks already
     )
     return changes.advice(job, changes.USUAL)

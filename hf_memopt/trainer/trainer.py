@@ -14,7 +14,8 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.training_fields import read_trainer_fields
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.refusals import check_levers, check_with_trl
+from hf_memopt.levers.facts import Facts
+from hf_memopt.levers.refusals import check_with_trl
 from hf_memopt.levers.weight_streaming import streamer_of
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader
@@ -140,7 +141,8 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         Raises:
             InputError: one of them does not work with the model, or with another setting.
         """
-        check_levers(self.memory_args, read_trainer_fields(self), self._engine(), self.args.device.type)
+        fields, device = read_trainer_fields(self), self.args.device.type
+        Facts.of_settings(self.memory_args, fields, self._engine(), device).check_features()
         if (kind := trl_trainer(self)) is not None:
             check_with_trl(self.memory_args, kind.__name__)
         if model is None:

@@ -32,13 +32,13 @@ class Activations(Feature):
     proposed: ClassVar = COMPRESSION
 
     @staticmethod
-    def refused(on, around):
+    def refused(on, facts):
         for name in ("activation_compression", "activation_offload"):
             if not getattr(on, name):
                 continue
-            if around.fields.get("torch_compile"):
+            if facts.fields.get("torch_compile"):
                 yield f"torch_compile decides which activations to save: leave {name} out"
-            if around.engine.zero_stage == 3:
+            if facts.engine.zero_stage == 3:
                 # Saved weights are recognized by their storage, and ZeRO-3 allocates another one at every gather.
                 yield f"{name} would store the weights that ZeRO-3 gathers: leave it out, or use fsdp2 or zero2"
 

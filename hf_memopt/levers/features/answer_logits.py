@@ -12,12 +12,12 @@ class AnswerLogits(Feature):
     )
 
     @staticmethod
-    def refused(on, around):
+    def refused(on, facts):
         if not on.logits_to_keep:
             return
         if on.loss_chunk_size is not None:
             yield "loss_chunk_size already skips tokens without labels: leave logits_to_keep out"
-        if around.fields.get("label_smoothing_factor"):
+        if facts.fields.get("label_smoothing_factor"):
             yield (
                 "label_smoothing_factor needs all logits: leave logits_to_keep out and use loss_chunk_size, which "
                 "supports it"

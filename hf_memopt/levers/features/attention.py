@@ -50,7 +50,7 @@ class SparseAttention(Feature):
                 raise InputError(f"{name}={getattr(on, name)} must be 0 or more")
 
     @staticmethod
-    def refused(on, around):
+    def refused(on, facts):
         if on.sparse_block_size is None:
             for name in ("num_local_blocks", "num_global_blocks"):
                 if (value := getattr(on, name)) != getattr(SparseAttention, name):

@@ -23,16 +23,16 @@ class Checkpointing(Feature):
     order: ClassVar = 1
 
     @staticmethod
-    def refused(on, around):
+    def refused(on, facts):
         if on.checkpoint_ratio is None and on.checkpoint_keeps is None:
             return
-        kwargs = around.fields.get("activation_checkpointing_kwargs") or {}
+        kwargs = facts.fields.get("activation_checkpointing_kwargs") or {}
         name = "checkpoint_ratio" if on.checkpoint_ratio is not None else "checkpoint_keeps"
         if (every := kwargs.get("every_n_layers", 1)) != 1:
             yield f"every_n_layers={every} and {name} both choose what is checkpointed: use one of them"
         if kwargs.get("use_reentrant"):
             yield f"{name} needs activation_checkpointing_kwargs.use_reentrant=False"
-        config = around.fields.get("fsdp_config") or {}
+        config = facts.fields.get("fsdp_config") or {}
         if isinstance(config, dict) and config.get("activation_checkpointing"):
             yield f"fsdp_config.activation_checkpointing checkpoints every layer: set it to false to use {name}"
 

@@ -14,8 +14,8 @@ class CompileBudget(Feature):
     shares: ClassVar = {"compile_memory_budget": "inputs alone"}
 
     @staticmethod
-    def refused(on, around):
-        if on.compile_memory_budget is not None and not around.fields.get("torch_compile"):
+    def refused(on, facts):
+        if on.compile_memory_budget is not None and not facts.fields.get("torch_compile"):
             yield (
                 "compile_memory_budget applies to compiled models only: set torch_compile=True, or use "
                 "checkpoint_ratio"

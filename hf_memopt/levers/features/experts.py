@@ -17,13 +17,13 @@ class Experts(Feature):
     order: ClassVar = -1  # before others wrap the modules that it replaces
 
     @staticmethod
-    def refused(on, around):
+    def refused(on, facts):
         if not on.quantized_experts:
             return
-        if around.fields.get("torch_compile"):
+        if facts.fields.get("torch_compile"):
             yield "quantized_experts chooses which tensors to save, as torch_compile does: use one of them"
-        if around.engine.shards_weights:
-            name = "ZeRO-3" if around.engine.zero_stage else around.engine.family
+        if facts.engine.shards_weights:
+            name = "ZeRO-3" if facts.engine.zero_stage else facts.engine.family
             yield f"quantized_experts needs whole weights, and {name} shards them: leave it out"
 
     @staticmethod

@@ -31,12 +31,12 @@ class LossChunks(Feature):
     proposed: ClassVar = LOSS_CHUNKS
 
     @staticmethod
-    def refused(on, around):
+    def refused(on, facts):
         if on.loss_chunk_size is None:
             return
-        if liger_replaces(around.fields, "fused_linear_cross_entropy", "cross_entropy"):
+        if liger_replaces(facts.fields, "fused_linear_cross_entropy", "cross_entropy"):
             yield "use_liger_kernel and loss_chunk_size both replace the loss: use one of them"
-        if around.engine.by_transformers:
+        if facts.engine.by_transformers:
             yield (
                 "loss_chunk_size calls the head a second time, which crashes when transformers shards the model: "
                 "leave it out, or use fsdp2 or zero3"

@@ -32,8 +32,8 @@ class MlpTiles(Feature):
     proposed: ClassVar = MLP_TILES
 
     @staticmethod
-    def refused(on, around):
-        if on.mlp_tile_size is not None and liger_replaces(around.fields, "swiglu", "geglu"):
+    def refused(on, facts):
+        if on.mlp_tile_size is not None and liger_replaces(facts.fields, "swiglu", "geglu"):
             yield "use_liger_kernel and mlp_tile_size both replace the MLP: use one of them"
 
     @staticmethod

@@ -22,9 +22,9 @@ class AdamMiniStates(Feature):
     )
 
     @staticmethod
-    def refused(on, around):
-        if on.adam_mini and not around.engine.plain:
-            yield f"adam_mini needs unsharded weights, and {around.engine.family} shards them: leave it out"
+    def refused(on, facts):
+        if on.adam_mini and not facts.engine.plain:
+            yield f"adam_mini needs unsharded weights, and {facts.engine.family} shards them: leave it out"
 
 
 @dataclass
@@ -35,19 +35,19 @@ class OptimizerOffload(Feature):
     )
 
     @staticmethod
-    def refused(on, around):
+    def refused(on, facts):
         if not on.optimizer_cpu_offload:
             return
-        if not around.engine.alone:
+        if not facts.engine.alone:
             yield (
-                f"optimizer_cpu_offload supports a single device: leave it out under {around.engine.family}, "
+                f"optimizer_cpu_offload supports a single device: leave it out under {facts.engine.family}, "
                 "and use strategy zero2_offload_cpu"
             )
         if on.optimizer_in_backward:
             yield "optimizer_in_backward and optimizer_cpu_offload both replace the optimizer step: use one of them"
-        if around.fields.get("fp16"):
+        if facts.fields.get("fp16"):
             yield "optimizer_cpu_offload does not support the gradient scaler of fp16: use bf16=True"
-        optim = around.fields.get("optim")
+        optim = facts.fields.get("optim")
         optim = getattr(optim, "value", optim) or ""
         if any(part in optim for part in ("bit", "bnb", "lomo", "layerwise")):
             yield f"optim={optim} has no fast CPU step for optimizer_cpu_offload: use adamw_torch_fused"
@@ -71,12 +71,12 @@ class OptimizerInBackward(Feature):
     )
 
     @staticmethod
-    def refused(on, around):
+    def refused(on, facts):
         if not on.optimizer_in_backward:
             return
-        fields = around.fields
-        if not around.engine.alone:
-            name = around.engine.family
+        fields = facts.fields
+        if not facts.engine.alone:
+            name = facts.engine.family
             yield f"optimizer_in_backward would use gradients before {name} has reduced them: leave it out"
         if fields.get("gradient_accumulation_steps", 1) > 1:
             yield (

@@ -29,7 +29,7 @@ class Streaming(Feature):
             )
 
     @staticmethod
-    def refused(on, around):
+    def refused(on, facts):
         if not on.weight_streaming:
             if (ratio := on.weight_streaming_ratio) != Streaming.weight_streaming_ratio:
                 yield (
@@ -37,12 +37,12 @@ class Streaming(Feature):
                     "out"
                 )
             return
-        if not around.engine.plain:
+        if not facts.engine.plain:
             yield (
-                f"weight_streaming needs whole weights on every process: leave it out under {around.engine.family}, "
+                f"weight_streaming needs whole weights on every process: leave it out under {facts.engine.family}, "
                 "or use ddp, or strategy zero3_offload_cpu without it"
             )
-        if around.fields.get("torch_compile"):
+        if facts.fields.get("torch_compile"):
             yield "torch_compile would compile weights that are not on the device: leave weight_streaming out"
 
     @staticmethod

@@ -15,10 +15,10 @@ class TokenBudget(Feature):
     above_zero: ClassVar = ("max_tokens_per_batch",)
 
     @staticmethod
-    def refused(on, around):
+    def refused(on, facts):
         if on.max_tokens_per_batch is None:
             return
         if on.max_batch_size is not None:
             yield "max_batch_size and max_tokens_per_batch both limit the micro-batch: use one of them"
-        if str(around.fields.get("train_sampling_strategy", "random")) in ("group_by_length", "batch_rebalance"):
+        if str(facts.fields.get("train_sampling_strategy", "random")) in ("group_by_length", "batch_rebalance"):
             yield "max_tokens_per_batch already groups samples by length: leave train_sampling_strategy out"
