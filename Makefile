@@ -135,12 +135,13 @@ $(INSTALLED): constraints.txt setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "hf_memopt needs Python 3.11 or later: make PYTHON=python3.12 ..."; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV), a few minutes the first time"
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "installing into $(VENV), a few minutes the first time: pip collects, downloads, and then installs all at once"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 # Tests also need what is optional.
 $(TESTABLE): $(INSTALLED)
+	@echo "installing what tests need, too, a minute the first time"
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,fp8]'
 	# Into a folder of its own, for tests of videos: a torchvision wheel for another torch build breaks transformers.
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
@@ -148,5 +149,6 @@ $(TESTABLE): $(INSTALLED)
 	@touch $@
 
 $(READABLE): $(TESTABLE)
+	@echo "installing what pages need, too, a minute the first time"
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,fp8,docs,ui]'
 	@touch $@

@@ -37,13 +37,17 @@ def read_bytes(text: str) -> float | None:
     return float(parts["digits"].replace("_", "")) * unit ** _POWERS[parts["scale"].lower()]
 
 
-def size(value: float | None) -> str:
-    """Bytes as text, in the largest of GiB, MiB and KiB that makes at least one."""
+def size(value: float | None, beside: float = 0) -> str:
+    """Bytes as text, in the largest of GiB, MiB and KiB that makes at least one.
+
+    Args:
+        beside: bytes whose unit the text has, too, unless it would be zero in that.
+    """
     if value is None:
         return "unknown"
-    for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
-        if abs(value) >= factor:
-            return f"{value / factor:,.{2 if unit == 'GiB' else 1}f} {unit}"
+    for unit, factor, digits in (("GiB", GIB, 2), ("MiB", MIB, 1), ("KiB", 2**10, 1)):
+        if max(abs(value), beside) >= factor and round(value / factor, digits):
+            return f"{value / factor:,.{digits}f} {unit}"
     return f"{value:.0f} B"
 
 

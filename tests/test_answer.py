@@ -13,6 +13,7 @@ from hf_memopt.cli.answer import command_lines, memory_bar, note_lines, one_each
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.planner.data_use import Use, find_use
 from hf_memopt.terminal import PlainStream, clear_status, show_status
+from hf_memopt.units import GIB, MIB, size
 
 
 def _lines(out: str) -> list[str]:
@@ -60,8 +61,10 @@ def test_reasons_give_way_to_the_command(capsys):
     head, tail = paragraph("YES"), command_lines("a " + " ".join(f"--option_{n} {n}" for n in range(40)))
     print_answer(head, one_each("not", [f"reason {n}: " + "word " * 40 for n in range(30)]), tail)
     lines = _lines(capsys.readouterr().out)
-    assert lines[0] == "YES" and lines[1].startswith("not    reason 0") and lines[1].endswith(" …")
+    assert lines[0] == "YES" and lines[1].startswith("not    reason 0") and lines[2].startswith("         word")
     assert set(tail) <= set(lines)
+    words = " ".join(lines).split().count("word")
+    assert words and words % 40 == 0, "no reason ends in the middle"
 
 
 def test_the_bar_is_full_where_memory_is_short():
@@ -74,8 +77,23 @@ def test_the_bar_is_full_where_memory_is_short():
     assert "not known" in bar(5, None)
 
 
+def test_parts_have_the_unit_of_the_whole():
+    kinds = {"parameters": 15 * GIB, "logits": 1000 * MIB}
+    bar = memory_bar(Estimate(16 * GIB, 16 * GIB, 17 * GIB, 1, "forward", kinds, {}, 24 * GIB, {}, ()))
+    assert " ".join(bar[1:]).split(": ")[1].split() == (
+        ["parameters", "15.00", "GiB,", "logits", "0.98", "GiB,", "allocator", "and", "context", "1.02", "GiB"]
+    )
+    assert not any(line.strip().startswith("GiB") for line in bar), "a number and its unit stand together"
+    assert size(1000 * MIB) == "1,000.0 MiB" and size(2**10, beside=GIB) == "1.0 KiB"
+
+
 def test_notes_that_every_answer_has_stand_with_the_tables():
-    notes = ["speed: ±20% is what …", "a choice of this plan", "reserved and device bytes follow a model of …"]
+    notes = [
+        "speed: ±20% is what …",
+        "a choice of this plan",
+        "ordinary segments would reserve 1 GiB more",
+        "reserved and device bytes follow a model of …",
+    ]
     assert note_lines(notes) == ["note   a choice of this plan"]
 
 

@@ -14,12 +14,14 @@ from test_plan import config, small_spec
 from transformers import AutoConfig
 
 from hf_memopt import InputError, MemoryArguments, plan
+from hf_memopt.cli.plan_printed import _alternatives
 from hf_memopt.estimator.architectures import hub_id
 from hf_memopt.estimator.result import Estimate
+from hf_memopt.planner.alternatives import Alternative
 from hf_memopt.planner.choices import Choice, memory_arguments
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.launch import launch_command
-from hf_memopt.planner.profiles import Profile
+from hf_memopt.planner.profiles import Plan, Profile
 
 
 def _accelerate_reads(words: list[str]):
@@ -230,9 +232,22 @@ def test_for_people(command):
     code, out, err = command("plan", "smollm2-135m", "--hardware", "rtx_3060", "--seq-len", 512, "--method", "lora")
     assert code == 0
     assert out.startswith("YES, with lora: smollm2-135m on NVIDIA GeForce RTX 3060 12 GB, 512 tokens\n")
-    for word in ("tokens/s", "accelerate launch", "host memory", "\nnot "):
+    for word in ("tokens/s", "accelerate launch", "host memory"):
         assert word in out
+    assert "…" not in out and "the time of the fastest profile\n" not in out
     assert "tracing" in err and "estimating" in err
+
+
+@pytest.mark.parametrize(
+    ("relative_time", "said"),
+    [(0.8, "qlora, faster but with weights in 4 bits: about 5.00 GiB"), (1.1, "qlora: about")],
+)
+def test_a_faster_method_that_is_not_planned_says_why(relative_time, said):
+    usual = Profile("safe", 0.85, None, None, MemoryArguments(), _ANY_ESTIMATE, 1.0, 1.0)
+    other = {"settings": "micro-batch 1 × 8", "device_bytes": 5 * 2**30, "estimated": False, "fits": True}
+    row = Alternative(method="qlora", **other, relative_time=relative_time, tokens_per_second=100 / relative_time)
+    made = Plan(small_spec(resolve_preset("rtx_4090", "lora")), [usual], [], methods=[row])
+    assert [text.startswith(said) for text in _alternatives(made)] == [True]
 
 
 @pytest.mark.slow

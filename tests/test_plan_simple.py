@@ -152,6 +152,11 @@ def test_reasons_for_what_was_left_out_agree_with_what_was_chosen(spec_and_searc
                 assert "depending on host" not in rejected.reason, rejected
             if "too small a gain" in rejected.reason:
                 assert "predicted to take 0." in rejected.reason or "take 1.00" in rejected.reason
+                assert not rejected.slower
+            elif "predicted to take" in rejected.reason:
+                assert rejected.slower and "predicted to take 0." not in rejected.reason
+            else:
+                assert not rejected.slower and "GiB" in rejected.reason
 
 
 def test_what_lacks_host_memory_is_left_out_for_that(spec_and_search):

@@ -8,10 +8,12 @@ from transformers import AutoConfig
 
 from hf_memopt import InputError, plan, which_card
 from hf_memopt.cli.app import app
+from hf_memopt.cli.cards import CardOptions, _print_answer
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner import cards
-from hf_memopt.planner.card_fits import BALANCED, SHARES
+from hf_memopt.planner.card_fits import BALANCED, SHARES, CardChoice, Fit
+from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.prices import read_prices
 from hf_memopt.presets.catalog import preset_for
 
@@ -222,6 +224,29 @@ def test_the_table_fits_a_terminal(capsys, tmp_path, prices, monkeypatch):
 def test_options_that_do_not_go_together_are_refused(capsys, words, message):
     code, _, error = run(capsys, "plan", "gpt2", *words)
     assert code == 2 and message in error
+
+
+def _fit(name: str, tokens_per_second: float | None, tokens: int | None) -> Fit:
+    choice = Choice("none", 1, 32, 1.0, "adamw_torch", "bfloat16")
+    fields = {"device": catalog()[name], "devices": 1, "method": "lora", "choice": choice, "share": 0.9}
+    sizes = {"device_bytes": 1, "host_bytes": 1, "estimated": False}
+    return Fit(**fields, **sizes, tokens_per_second=tokens_per_second, tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "order"),
+    [(10**7, ["b200", "rtx_3070", "t4", "arc_b580"]), (None, ["t4", "rtx_3070", "arc_b580", "b200"])],
+)
+def test_hours_that_are_asked_for_sort_the_table(tokens, order, capsys):
+    speeds = {"t4": 400.0, "rtx_3070": 800.0, "arc_b580": None, "b200": 9000.0}
+    fits = [_fit(name, speed, tokens) for name, speed in speeds.items()]
+    answer = CardChoice(
+        model="a-model", seq_len=2048, effective_batch_size=32, prices=None, tokens=tokens, fits={"lora": fits}
+    )
+    _print_answer(answer, CardOptions())
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if "1×32" in line] == order
+    assert "smallest: t4, 1 × " in out and ("fastest:  b200, 1 × " in out) == bool(tokens)
 
 
 def test_shares_are_those_of_the_profiles():

@@ -12,9 +12,11 @@ _LINES = 24  # of a terminal that nobody enlarged
 _LABEL = 7  # characters before a line's text
 _BAR = 30  # characters
 _WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")  # of a shell, with its quotes
+_SIZE = re.compile(r"(?<=\d) (?=[KMG]iB)")  # no line ends within one
 _HIDDEN = {ord(" "): "\0", ord("\t"): "\1", ord("\n"): "\2"}
 _SHOWN = {ord(hidden): chr(blank) for blank, hidden in _HIDDEN.items()}
-_STANDING = ("speed: ", "reserved and device bytes follow")  # notes that every answer has: in the tables
+# Notes that every answer has: in the tables.
+_STANDING = ("speed: ", "reserved and device bytes follow", "ordinary segments would reserve")
 
 
 def width() -> int:
@@ -25,40 +27,43 @@ def width() -> int:
 def paragraph(text: str, label: str = "") -> list[str]:
     """A text in lines that break between words, behind its label."""
     begin = f"{label:<{_LABEL}}" if label else ""
-    return textwrap.wrap(
-        text,
+    return _wrapped(text, begin, len(begin))
+
+
+def one_each(label: str, texts: Iterable[str]) -> list[list[str]]:
+    """A paragraph for each text, whose further lines stand deeper; only the first has the label."""
+    return [_wrapped(text, f"{'' if index else label:<{_LABEL}}", _LABEL + 2) for index, text in enumerate(texts)]
+
+
+def _wrapped(text: str, begin: str, indent: int) -> list[str]:
+    lines = textwrap.wrap(
+        _SIZE.sub("\0", text),
         width(),
         initial_indent=begin,
-        subsequent_indent=" " * len(begin),
+        subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def one_each(label: str, texts: Iterable[str]) -> list[str]:
-    """A line for each text, cut between words where it is longer; only the first has the label."""
-    room = width() - _LABEL
-    cut = [textwrap.shorten(text, room, placeholder=" …") for text in texts]
-    return [f"{'' if index else label:<{_LABEL}}{text}" for index, text in enumerate(cut)]
+    return [line.replace("\0", " ") for line in lines]
 
 
 def memory_bar(estimate) -> list[str]:
     """Predicted bytes of the device's, as a bar, and what they hold at the peak."""
     parts = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
     held = estimate.device_bytes - sum(estimate.breakdown.values())
-    named = [f"{kind.replace('_', ' ')} {size(part)}" for kind, part in parts if part > estimate.device_bytes / 50]
-    if held > estimate.device_bytes / 50:
-        named.append(f"allocator and context {size(held)}")
+    parts.append(("allocator and context", held))
+    whole = estimate.device_bytes
+    named = [f"{kind.replace('_', ' ')} {size(part, whole)}" for kind, part in parts if part > whole / 50]
     lines = paragraph(", ".join(named), f"in {estimate.phase}: ")
     if estimate.capacity_bytes is None:
-        return [f"{size(estimate.device_bytes)} predicted, of a capacity that is not known", *lines]
-    share = estimate.device_bytes / estimate.capacity_bytes
+        return [f"{size(whole)} predicted, of a capacity that is not known", *lines]
+    share = whole / estimate.capacity_bytes
     length = min(_BAR, width() - 32)
     filled = min(length, round(length * share))
     bar = "█" * filled + "░" * (length - filled)
-    paged = f"{size(estimate.paged_bytes)} of it paged optimizer states, which leave where others need the room"
-    lines += paragraph(paged) if estimate.paged_bytes > estimate.device_bytes / 50 else []
-    return [f"{bar} {size(estimate.device_bytes)} of {size(estimate.capacity_bytes)}, {share:.0%}", *lines]
+    paged = f"{size(estimate.paged_bytes, whole)} of it paged optimizer states, which leave where others need the room"
+    lines += paragraph(paged) if estimate.paged_bytes > whole / 50 else []
+    return [f"{bar} {size(whole)} of {size(estimate.capacity_bytes)}, {share:.0%}", *lines]
 
 
 def speed_lines(estimate, took, amount: AmountOptions, samples: int | None = None) -> list[str]:
@@ -120,12 +125,17 @@ def note_lines(notes: Iterable[str]) -> list[str]:
     return [line for note in notes if not note.startswith(_STANDING) for line in paragraph(note, "note")]
 
 
-def print_answer(head: Sequence[str], more: Sequence[str], tail: Sequence[str]) -> None:
+def print_answer(head: Sequence[str], more: Iterable[Sequence[str]], tail: Sequence[str]) -> None:
     """Print the lines of an answer.
 
     Args:
-        more: lines of which as many are printed as a small terminal has room for.
+        more: paragraphs of which as many are printed, each whole, as a small terminal has room for.
     """
-    room = max(0, _LINES - 1 - len(head) - len(tail))
+    room = _LINES - 1 - len(head) - len(tail)
+    shown: list[str] = []
+    for lines in more:
+        if len(shown) + len(lines) > room:
+            break
+        shown += lines
     end = "more   --verbose: tables of memory, speed and reasons; --json: all of it"
-    print("\n".join([*head, *more[:room], *tail, end]))
+    print("\n".join([*head, *shown, *tail, end]))

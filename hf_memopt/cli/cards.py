@@ -81,9 +81,9 @@ def _print_answer(answer, options: CardOptions) -> None:
         if not fits:
             print(f"\n{_TITLES[method]}: fits none of these cards")
             continue
-        rows = fits if options.every else _shortened(fits, _ROWS[len(answer.fits) == 1])
+        rows = fits if options.every else _shortened(answer, fits, _ROWS[len(answer.fits) == 1])
         shown += rows
-        print_table(f"\n{_TITLES[method]}", *_table(answer, rows), frame=False)
+        print_table(f"\n{_TITLES[method]}, {_order(answer)}", *_table(answer, _ordered(answer, rows)), frame=False)
         if len(rows) < len(fits):
             print(f"  and {len(fits) - len(rows)} more: --method {method} --all")
         for line in _summary(answer, fits[0], answer.fastest(method)):
@@ -95,6 +95,19 @@ def _print_answer(answer, options: CardOptions) -> None:
     for line in _notes(answer, shown, options.every):
         print(textwrap.fill(line, 80, subsequent_indent="  "))
     print(f"the whole plan of a card:\n  {_command(answer, shown[0])}")
+
+
+def _order(answer) -> str:
+    if answer.prices is not None:
+        return "the cheapest first"
+    return "the least memory first" if answer.tokens is None else "the fastest first"
+
+
+def _ordered(answer, fits: list) -> list:
+    """The rows by hours, where those are asked for and no prices are; unknown ones last."""
+    if answer.prices is not None or answer.tokens is None:
+        return fits
+    return sorted(fits, key=lambda fit: (fit.hours is None, fit.hours or 0))
 
 
 def _notes(answer, shown: list, every: bool) -> Iterator[str]:
@@ -116,16 +129,18 @@ def _amount(answer) -> str:
     return f"{two_digits((answer.tokens or 10**6) / 1e6)}M tokens"
 
 
-def _shortened(fits: list, limit: int) -> list:
-    """The first rows, and of the others cards that have presets before cards that have none."""
+def _shortened(answer, fits: list, limit: int) -> list:
+    """The first rows, and of the others the fastest, and cards that have presets before cards that have none."""
     from hf_memopt.planner.boxes import has_preset
 
     if len(fits) <= limit:
         return fits
     shown = fits[:limit]
     if fits[0].price is None:
+        fastest = answer.fastest(fits[0].method) if answer.tokens else None
         by_importance = sorted(
-            fits[_SMALLEST:], key=lambda fit: (bool(fit.choice.offloads), not has_preset(fit.device))
+            fits[_SMALLEST:],
+            key=lambda fit: (fit is not fastest, bool(fit.choice.offloads), not has_preset(fit.device)),
         )
         chosen = {fit.name for fit in (*fits[:_SMALLEST], *by_importance[: limit - _SMALLEST])}
         shown = [fit for fit in fits if fit.name in chosen]
@@ -169,7 +184,8 @@ def _brief(choice) -> str:
 def _summary(answer, first, fastest) -> list[str]:
     """The cards to take, in words."""
     if answer.prices is None:
-        return [f"smallest: {first.name}, {first.devices} × {first.device.label}"]
+        named = {"smallest": first} | ({"fastest": fastest} if answer.tokens and fastest else {})
+        return [f"{name + ':':<9} {fit.name}, {fit.devices} × {fit.device.label}" for name, fit in named.items()]
     lines = [f"cheapest: {first.name}{_costs(answer, first)}"]
     if fastest is not None and fastest.name != first.name:
         lines.append(f"fastest:  {fastest.name}{_costs(answer, fastest)}")

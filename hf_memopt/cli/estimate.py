@@ -318,7 +318,6 @@ def _print_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool,
             savings=savings,
             took=took,
             amount=AmountOptions(price=options.price),
-            tried=TRAINERS_ORDER,
         )
         answer.print(options.verbose)
     return 1 if estimate.fits is False else 0

@@ -21,7 +21,6 @@ class EstimatedJob:
         settings: where its settings come from, in words; None of a script, which has its own.
         savings: changes that save memory (estimator.suggestions.Saving).
         took: the Duration of the amount that was asked for.
-        tried: changes of which combinations were tried, where not all were.
     """
 
     title: str
@@ -30,7 +29,6 @@ class EstimatedJob:
     savings: list
     took: Any
     amount: AmountOptions
-    tried: tuple = ()
 
     def print(self, verbose: bool) -> None:
         """Print the tables, or the answer alone."""
@@ -55,15 +53,15 @@ class EstimatedJob:
         """Print all of it."""
         from hf_memopt.estimator.accounting.ledger import ROLLOUT_PHASES
 
-        estimate = self.estimate
+        estimate, whole = self.estimate, self.estimate.device_bytes
         say(f"{_VERDICTS[estimate.fits]}: {self.title}")
-        say(f"{size(estimate.device_bytes)} of {size(estimate.capacity_bytes)} predicted")
+        say(f"{size(whole)} of {size(estimate.capacity_bytes)} predicted")
         say(f"estimated: {estimate.estimated}" + (f" ({self.settings})" if self.settings else ""))
         print_speed(estimate, self.took, self.amount)
         if any(phase in estimate.phases for phase in ROLLOUT_PHASES):
-            rows = [(phase.replace("_", " "), size(peak)) for phase, peak in estimate.phases.items() if peak]
+            rows = [(phase.replace("_", " "), size(peak, whole)) for phase, peak in estimate.phases.items() if peak]
             print_table("phases, one after the other", ("phase", "peak"), rows)
-        rows = [(kind.replace("_", " "), size(part)) for kind, part in estimate.breakdown.items() if part]
+        rows = [(kind.replace("_", " "), size(part, whole)) for kind, part in estimate.breakdown.items() if part]
         print_table(f"at the peak, in {estimate.phase}", ("memory", "predicted"), rows)
         print_table("in total", ("memory", "predicted"), self._totals())
         if self.savings:
@@ -78,9 +76,7 @@ class EstimatedJob:
         """A line where nothing that was tried fits."""
         if self.estimate.fits is not False or any(saving.fits for saving in self.savings):
             return []
-        names = (change.label or "".join(change.settings) for change in self.tried)
-        tried = ", ".join(names) or "changes"
-        return paragraph(f"no combination of {tried} fits: `hf-memopt plan` looks for other models and more devices")
+        return paragraph("no change fits: try `hf-memopt plan`, for other models and more devices")
 
     def _totals(self) -> list[tuple[str, str]]:
         """The totals, equal ones in one row: a CPU has no caching allocator and no context of its own."""
@@ -88,4 +84,4 @@ class EstimatedJob:
         for name in ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes"):
             label = name.removesuffix("_bytes").replace("_", " ")
             names.setdefault(getattr(self.estimate, name), []).append(label)
-        return [(" = ".join(labels), size(value)) for value, labels in names.items()]
+        return [(" = ".join(labels), size(value, self.estimate.device_bytes)) for value, labels in names.items()]

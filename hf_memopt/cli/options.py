@@ -199,4 +199,4 @@ Price = Annotated[
     float | None,
     typer.Option("--price", callback=positive, help="Price of one device for an hour, to predict the cost."),
 ]
-Plot = Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw memory over the step into a picture.")]
+Plot = Annotated[str | None, typer.Option(metavar="FILE.png|.html", help="Draw memory over the steps.")]

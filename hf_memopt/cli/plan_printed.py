@@ -18,7 +18,9 @@ from hf_memopt.packages import missing_for
 from hf_memopt.terminal import say
 from hf_memopt.units import gib, size
 
-_ALTERNATIVES = 4  # lines
+_ALTERNATIVES = 4
+# What a method gives up for memory.
+_LESS = {"lora": "trains adapters alone", "qlora": "with weights in 4 bits"}
 
 
 def print_plan(plan, amount: AmountOptions, verbose: bool, after: list[str]) -> None:
@@ -52,7 +54,8 @@ def _print_usual(plan, amount: AmountOptions, after: list[str]) -> None:
     if spec.tool is None:
         start, notes = _start(spec, profile)
         tail = [*start, *tail, *note_lines(notes)]
-    print_answer(head, [*others, *one_each("not", map(_why_not, plan.rejected))], [*tail, *after])
+    reasons = [_why_not(rejected) for rejected in plan.rejected if not rejected.slower]
+    print_answer(head, [*others, *one_each("not", reasons)], [*tail, *after])
 
 
 def _print_nothing(plan, after: list[str]) -> None:
@@ -78,7 +81,8 @@ def _alternatives(plan):
             yield _alternative(profile_names(group), size(first.estimate.device_bytes), first, first.summary)
     for row in plan.methods:
         if row.method != plan.spec.preset.method:
-            yield _alternative(row.method, f"{_about(row)}{size(row.device_bytes)}", row, row.settings)
+            name = ", ".join(filter(None, (row.method, _why_second(row))))
+            yield _alternative(name, f"{_about(row)}{size(row.device_bytes)}", row, row.settings)
     if plan.plain and plan.plain.fits:
         yield _alternative(
             "plain", f"{_about(plan.plain)}{size(plan.plain.device_bytes)}", plan.plain, plan.plain.settings
@@ -88,6 +92,11 @@ def _alternatives(plan):
 def _alternative(name: str, memory: str, row, settings: str) -> str:
     speed = "" if row.tokens_per_second is None else f", {_speed(row.tokens_per_second)} tokens/s"
     return f"{name}: {memory}{speed}: {settings}"
+
+
+def _why_second(row) -> str:
+    """The reason that a faster method is not planned: what is trained, and its precision, come before speed."""
+    return f"faster but {_LESS[row.method]}" if row.relative_time < 1 and row.method in _LESS else ""
 
 
 def _why_not(rejected) -> str:
@@ -139,7 +148,7 @@ def _start(spec, profile) -> tuple[list[str], list[str]]:
     )
 
     if has_recipe(spec):
-        texts = "this trains on texts; for chats and answers, --task sft plans recipes/sft.py"
+        texts = "for texts; --task sft plans recipes/sft.py, for chats and answers"
         notes = [
             missing_for(recipe_name(spec), profile.preset.strategy),
             texts if recipe_name(spec) == "pretrain" else "",
@@ -181,8 +190,10 @@ def _print_profiles(plan) -> None:
         if any(profile.estimate.breakdown[kind] > 2**20 for profile in first)
     ]
     rows = [("phase", *(profile.estimate.phase for profile in first))]
+    whole = max(profile.estimate.device_bytes for profile in first)
     rows += [
-        (kind.replace("_", " "), *(size(profile.estimate.breakdown[kind]) for profile in first)) for kind in kinds
+        (kind.replace("_", " "), *(size(profile.estimate.breakdown[kind], whole) for profile in first))
+        for kind in kinds
     ]
     print_table("at the peak", ("memory", *map(profile_names, groups)), rows)
 
@@ -210,6 +221,9 @@ def _print_methods(plan) -> None:
         for row in plan.methods
     ]
     print_table("methods that fit", ("method", "settings", "predicted", "tokens/s"), rows)
+    for row in plan.methods:
+        if row.method != plan.spec.preset.method and (reason := _why_second(row)):
+            print(f"not {row.method}: {reason}")
 
 
 def _speed(tokens_per_second: float | None) -> str:

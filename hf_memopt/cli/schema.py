@@ -132,7 +132,7 @@ def _profiles() -> dict[str, Any]:
         effective_batch_size=_INTEGER,
         seq_len=_INTEGER,
         profiles=_list(_profile()),
-        rejected=_list(_object(**_properties(Rejected))),
+        rejected=_list(_object(**_properties(Rejected, leave_out=("slower",)))),
         plain=_or_none(alternative),
         methods=_list(alternative),
         missing_bytes=_or_none(_INTEGER),

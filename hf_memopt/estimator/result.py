@@ -29,7 +29,8 @@ class Estimate:
             accumulation × processes.
         step_seconds, tokens_per_second, mfu, speed_error: predicted speed (estimator.throughput.Throughput);
             None where it is unknown, which the notes explain.
-        timeline: (segment, bytes) over two steps, at equal numbers of allocations; not part of to_dict().
+        timeline: (segment, bytes) at equal numbers of allocations, from loading to the end of what is traced: a step,
+            two of an engine, of a few micro-batches; not part of to_dict().
     """
 
     peak_allocated_bytes: int

@@ -11,10 +11,19 @@ from hf_memopt.units import gib
 
 @dataclass(frozen=True)
 class Rejected:
-    """Settings that do not fit or work, and why."""
+    """Settings that do not fit or work, or gain nothing, and why.
+
+    Attributes:
+        slower: they fit, and are slower than what was chosen; not part of to_dict().
+    """
 
     settings: str
     reason: str
+    slower: bool = False
+
+    def to_dict(self) -> dict[str, str]:
+        """The settings and the reason as one JSON object."""
+        return {"settings": self.settings, "reason": self.reason}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +109,19 @@ def left_out(spec, search: Search, chosen: list[Choice]) -> Iterator[Rejected]:
             families.setdefault(family, []).append(choice)
     for family, members in families.items():
         if not any(choice in members for choice in chosen):
-            yield Rejected(family, _reason(spec, search, members, chosen))
+            fitting = [choice for choice in members if search.fits(choice, spec.memory_budget)]
+            if not fitting:
+                yield Rejected(family, _lacking(spec, search, members))
+                continue
+            best = fitting[0]  # the preferred variant, not the fastest with more features
+            fastest = min(chosen, key=search.seconds.__getitem__)
+            relative_time = search.seconds[best] / search.seconds[fastest]
+            yield Rejected(family, _comparison(relative_time, best, fastest), slower=relative_time >= 1)
 
 
-def _reason(spec, search: Search, members: list[Choice], chosen: list[Choice]) -> str:
+def _lacking(spec, search: Search, members: list[Choice]) -> str:
+    """The memory that settings lack, of the device or else of the host."""
     budget = spec.memory_budget
-    if fitting := [choice for choice in members if search.fits(choice, budget)]:
-        fastest = min(chosen, key=search.seconds.__getitem__)
-        best = fitting[0]  # the preferred variant, not the fastest with more features
-        return _comparison(search.seconds[best] / search.seconds[fastest], best, fastest)
     smallest = min(members, key=search.needs)
     about = "" if search.estimates.get(smallest) else "about "
     if search.needs(smallest) > budget:

@@ -1,6 +1,5 @@
 """A plan: its profiles from safe to maximum, and what was left out."""
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +68,7 @@ class Plan:
     Attributes:
         spec: settled, with the method that was chosen.
         profiles: the profiles, from safe to maximum; empty where nothing fits.
-        rejected: methods and kinds of settings that do not fit, with reasons.
+        rejected: methods and kinds of settings that do not fit or gain nothing, with reasons.
         missing_bytes: where nothing fits, what the smallest settings lack, of the device or else of the host.
         nearest: where nothing fits, changes that would make it fit.
         plain: what the balanced profile (or the safest) would be with every layer checkpointed, without host memory
@@ -154,7 +153,7 @@ class Plan:
             "effective_batch_size": self.spec.effective_batch_size,
             "seq_len": self.spec.seq_len,
             "profiles": [as_dict(self.spec, profile) for profile in self.profiles],
-            "rejected": [dataclasses.asdict(rejected) for rejected in self.rejected],
+            "rejected": [rejected.to_dict() for rejected in self.rejected],
             "plain": self.plain and self.plain.to_dict(),
             "methods": [method.to_dict() for method in self.methods],
             "missing_bytes": self.missing_bytes,
