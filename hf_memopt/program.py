@@ -18,6 +18,7 @@ from hf_memopt.errors import (
     chain,
     one_line,
 )
+from hf_memopt.files import write_json
 from hf_memopt.noise import quiet
 from hf_memopt.terminal import only_plain_text, say
 
@@ -38,15 +39,13 @@ def run(main: Callable[..., object]) -> None:
     except (InputError, IncompatibleLibrary, ImpossibleEstimate) as error:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(_TURN)
-        say(f"error: {_sentence(error)}", sys.stderr)
-        _end(2)
+        _refuse(_sentence(error))
     except TrainingOutOfMemory as end:  # which has been logged
         _end(end.exit_code)
     except Exception as error:
         if (reason := write_failure(error) or _torchvision_mismatch(error)) is None:
             raise
-        say(f"error: {reason}", sys.stderr)
-        _end(2)
+        _refuse(reason)
     except (KeyboardInterrupt, Terminated) as stop:
         if int(os.environ.get("RANK", "0")) == 0:  # all processes stop for the same reason
             print(str(stop) or "stopped", file=sys.stderr, flush=True)
@@ -54,6 +53,17 @@ def run(main: Callable[..., object]) -> None:
     if "RANK" in os.environ:
         atexit._run_exitfuncs()  # trackers send what they have
         _leave(0)
+
+
+def _refuse(reason: str) -> None:
+    """Say why nothing is done, and end."""
+    say(f"error: {reason}", sys.stderr)
+    # torchrun prints a table of failures last, with what a process leaves in this file: torch 2.13,
+    # distributed.elastic.multiprocessing.errors.ProcessFailure. accelerate's traceback of one process takes nothing.
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        failure = {"message": f"error: {reason}", "extraInfo": {"timestamp": str(int(time.time()))}}
+        write_json(file, {"message": failure})
+    _end(2)
 
 
 def _end(code: int) -> None:

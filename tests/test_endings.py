@@ -10,7 +10,7 @@ from faults import Strikes
 from small_runs import OOM, Rows, train
 from transformers import Trainer, TrainerCallback
 
-from hf_memopt import TrainingOutOfMemory
+from hf_memopt import InputError, TrainingOutOfMemory
 from hf_memopt.program import run
 
 
@@ -206,3 +206,18 @@ def test_the_checkpoint_of_an_older_run_is_not_called_this_ones(tmp_path):
     assert end.value.report["checkpoint"].endswith("checkpoint-2")
     new = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"][0]["exp_avg"]
     assert not torch.equal(old, new)
+
+
+def test_torchrun_ends_in_the_sentence(tmp_path, monkeypatch):
+    """Its table, which is the last thing printed, has a line for what a process left in this file."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def refuses():
+        raise InputError("max_length=-3 must be at least 2")
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(SystemExit) as end:
+        run(refuses)
+    table = str(ChildFailedError("recipe.py", {0: ProcessFailure(0, 1, end.value.code, str(file))}))
+    assert table.rstrip("=\n").endswith("error: max_length=-3 must be at least 2")
