@@ -131,9 +131,10 @@ def _describe_engine(job: Job) -> str:
 def _describe_estimate(estimate) -> list[tuple[str, str]]:
     capacity = f"of {size(estimate.capacity_bytes)}, allocated peak {size(estimate.peak_allocated_bytes)}"
     verdict = ": it does not fit" if estimate.fits is False else ""
-    parts = [f"{kind.replace('_', ' ')} {size(held)}" for kind, held in estimate.breakdown.items() if held > 2**20]
+    whole, held = estimate.device_bytes, estimate.breakdown.items()
+    parts = [f"{kind.replace('_', ' ')} {size(part, whole)}" for kind, part in held if part > 2**20]
     return [
-        ("memory", f"{size(estimate.device_bytes)} {capacity} in {estimate.phase} (predicted){verdict}"),
+        ("memory", f"{size(whole)} {capacity} in {estimate.phase} (predicted){verdict}"),
         ("", ", ".join(parts)),
     ]
 
