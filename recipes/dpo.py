@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None):
 
     check_words("PreferenceArguments", "DPOConfig", argv)  # before the libraries, whose import takes seconds
 
+    from hf_memopt.recipe import answers, preference, summary
     from hf_memopt.recipe import job as jobs
-    from hf_memopt.recipe import preference, summary
     from hf_memopt.recipe.resume import checkpoint_to_resume
 
     defaults = jobs.RecipeDefaults(
@@ -76,6 +76,8 @@ def main(argv: list[str] | None = None):
         peft_config=job.peft_config,
         memory_args=job.memory_args,
     )
+
+    answers.check_samples(job, trainer, len(train))
 
     # ---- train, save, report
     estimate = summary.announce(job, trainer, length)

@@ -246,6 +246,9 @@ _MESSAGES = {
     "a part whose text is a number": [{"role": "user", "content": [{"type": "text", "text": 5}]}, SAY],
     "a part that is a number": [{"role": "user", "content": [5]}, SAY],
     "an answer first": [SAY],
+    "an answer first, behind instructions": [{"role": "system", "content": "Be brief."}, SAY],
+    "a call of nothing": [ASK, {"role": "assistant", "content": "", "tool_calls": [{}]}],
+    "an answer that cannot be seen": [ASK, {"role": "assistant", "content": "\u200b"}],
     "no answer": [ASK],
     "an answer that is empty": [ASK, {"role": "assistant", "content": ""}],
     "an answer that is blank": [ASK, {"role": "assistant", "content": " \n"}],
@@ -329,12 +332,22 @@ def samples(path: Path, streaming: bool = False) -> list:
 
     from hf_memopt.data.answers import find_answer_kind, to_trl
     from hf_memopt.data.builtin_model import builtin_model
+
+    rows, form = good_answers(str(path), AutoTokenizer.from_pretrained(builtin_model()), streaming=streaming)
+    return list(to_trl(rows, form, find_answer_kind(rows, form)))
+
+
+def good_answers(source: str, tokenizer, skip: bool = False, **load):
+    """The rows that recipes/sft.py keeps of a source, and their form."""
+    from hf_memopt.data.answers import answer_judge
+    from hf_memopt.data.bad_rows import sift
     from hf_memopt.data.sources import load_rows
 
-    loaded, _, form = load_rows(str(path), held_out=0, streaming=streaming)
-    tokenizer = AutoTokenizer.from_pretrained(builtin_model())
-    (converted,), _ = to_trl([loaded], form, find_answer_kind(loaded, form), tokenizer, str(path))
-    return list(converted)
+    def keep(parts, form):
+        return sift(parts, answer_judge(parts[0], form, tokenizer), source, skip)[0]
+
+    rows, _, form = load_rows(source, keep=keep, **{"held_out": 0, **load})
+    return rows, form
 
 
 # ---- commands

@@ -95,17 +95,16 @@ def is_trained(sample: dict) -> bool:
 @given(content=BYTES | ROWS.map(lambda rows: "\n".join(map(json.dumps, rows)).encode()))
 def test_any_rows_as_samples(streaming, content, tmp_path, tokenizer):
     import datasets
+    from bad_inputs import good_answers
 
     from hf_memopt.data.answers import find_answer_kind, to_trl
-    from hf_memopt.data.sources import load_rows
 
     datasets.disable_progress_bars()
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     try:
-        rows, _, form = load_rows(str(path), held_out=0, streaming=streaming)
-        (converted,), _ = to_trl([rows], form, find_answer_kind(rows, form), tokenizer, str(path))
-        samples = list(converted)
+        rows, form = good_answers(str(path), tokenizer, streaming=streaming)
+        samples = list(to_trl(rows, form, find_answer_kind(rows, form)))
         assert samples and all(is_trained(sample) for sample in samples)
     except InputError as error:
         assert str(error)

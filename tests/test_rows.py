@@ -6,12 +6,12 @@ import logging
 import pytest
 import video_models
 import videos
+from bad_inputs import good_answers
 from conftest import flags
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_memopt.data.answers import find_answer_kind, to_trl
 from hf_memopt.data.columns import CLIP_SAMPLING
-from hf_memopt.data.sources import load_rows
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError
 from hf_memopt.video.conversations import Medium, conversation
@@ -57,9 +57,8 @@ def read(jsonl, tokenizer):
         if template:
             tokenizer.chat_template = template
         source = jsonl(list(rows))
-        train, _, form = load_rows(source, held_out=0, streaming=streaming, **load)
-        (converted,), _ = to_trl([train], form, find_answer_kind(train, form), tokenizer, source, split, skip)
-        return list(converted)
+        train, form = good_answers(source, tokenizer, skip, streaming=streaming, **load)
+        return list(to_trl(train, form, find_answer_kind(train, form), split))
 
     return convert
 
@@ -234,9 +233,8 @@ def test_the_row_is_that_of_the_file(jsonl, tokenizer):
     rows = [FORMS["messages"]] * 40
     rows[29] = {**FORMS["messages"], "rejected": "Five."}
     source = jsonl(rows)
-    train, held_out, form = load_rows(source, held_out=0.5)
     with pytest.raises(InputError, match=r"row 29: .* 1 of 40 rows cannot be trained on"):
-        to_trl([train, held_out], form, "messages", tokenizer, source)
+        good_answers(source, tokenizer, held_out=1)
 
 
 # ---- videos
@@ -280,6 +278,11 @@ def asked(*parts):
         (asked({"type": "image", "image": ["1.png", "2.png"]}), "list of 2 files"),
         (asked({"type": "image", "image": "data:image;base64,AAAA"}), "data:.*"),
         ({**CLIP, "video_path": "b.mp4"}, "video_path"),
+        (
+            {"messages": [ASK, {"role": "assistant", "content": "<video>"}], "videos": ["a.mp4"]},
+            "an answer has a video",
+        ),
+        ({"video": "a.mp4", "caption": "<video>"}, "an answer has a video"),
     ],
 )
 def test_video_rows_that_cannot_be_used(row, said):

@@ -5,13 +5,12 @@ import json
 from functools import partial
 from typing import Any
 
-from hf_memopt.data.bad_rows import sift
 from hf_memopt.data.chat import Chat
-from hf_memopt.data.columns import SYSTEM, check_columns
+from hf_memopt.data.columns import SYSTEM, Judge, check_columns
 from hf_memopt.data.turns import joined_text, read_messages, read_text, read_tools
 from hf_memopt.errors import InputError, brief
 
-_FIRST = 100  # rows whose majority says what the others have to be
+_FIRST = 1_000  # rows whose majority says what the others have to be
 # https://huggingface.co/docs/trl/dataset_formats. Messages and tools are JSON, so that Arrow fills in no keys.
 _KINDS = {
     "text": ("text",),
@@ -32,26 +31,36 @@ def find_answer_kind(rows, form: str) -> str:
     return "messages" if any(name in row for row in first for name in SYSTEM) else "prompt and completion"
 
 
-def to_trl(parts, form: str, kind: str, tokenizer, source: str = "", split: bool = False, skip: bool = False):
-    """Rows as TRL takes them, with no other columns, and what sift() says of those that cannot be trained on.
+def answer_judge(rows, form: str, tokenizer) -> Judge:
+    """What refuses rows of a form that TRL's SFTTrainer cannot train on.
 
     Args:
-        parts: training and held-out rows, Datasets or streams; None where there are none.
-        form: of columns.FORMS.
-        kind: what find_answer_kind() returned for the training rows.
-        split: make a sample of every answer, with the conversation up to it as its prompt: for chat templates that do
-            not mark what the assistant writes.
-        skip: leave out rows that cannot be trained on.
+        tokenizer: whose chat template has to write all of a row; None where it is not known.
 
     Raises:
-        InputError: names the rows that cannot be trained on, unless they are skipped.
+        InputError: the rows are messages, and the tokenizer has no chat template.
     """
-    judge = partial(read_answer, form=form, kind=kind, chat=Chat(tokenizer) if "messages" in kind else None)
-    kept, bad = sift(parts, judge, source, skip)
-    return [rows and _converted(rows, form, kind, split) for rows in kept], bad
+    kind, chat = find_answer_kind(rows, form), None
+    if "messages" in kind and tokenizer is not None:
+        if not tokenizer.chat_template:
+            raise InputError(
+                "the tokenizer has no chat template for rows of messages: use a model that has one, or write rows as "
+                "texts, `prompt` and `completion`"
+            )
+        chat = Chat(tokenizer)
+    return partial(read_answer, form=form, kind=kind, chat=chat)
 
 
-def _converted(rows, form: str, kind: str, split: bool):
+def to_trl(rows, form: str, kind: str, split: bool = False):
+    """Rows as TRL takes them, with no other columns.
+
+    Args:
+        rows: that answer_judge() does not refuse.
+        form: of columns.FORMS.
+        kind: what find_answer_kind() returns for them.
+        split: make a sample of every answer, with the conversation up to it as its prompt: for chat templates that do
+            not mark what the assistant writes.
+    """
     from datasets import Features, Json, Value
 
     def convert(row: dict) -> dict[str, Any]:

@@ -1,19 +1,19 @@
 """Rows that cannot be trained on: all are found before the first is trained on, and counted by what is wrong."""
 
-import traceback
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from hf_memopt import __version__
-from hf_memopt.data.columns import row_number
+from hf_memopt.data.columns import Judge, row_number
 from hf_memopt.data.row_places import Place
 from hf_memopt.data.sources import say_once
 from hf_memopt.errors import InputError
 
-Judge = Callable[[dict[str, Any], Any], Any]  # of a row and the name of its place; raises InputError
 _KINDS = 5  # that a message spells out
+_VALUE = re.compile(r", not |: [{\[]| \(")  # what follows is a row's own
 
 
 @dataclass
@@ -66,13 +66,12 @@ def _rows(count: int) -> str:
 
 
 def _why_refused(row: dict[str, Any], judge: Judge) -> str | None:
-    """What is wrong with a row, as the place of the code that refuses it, which is one whatever the row's values are;
-    None of a good row."""
+    """What is wrong with a row, without the row's own values; None of a good row."""
     try:
         judge(row, "")
         return None
     except InputError as error:
-        return " ".join(f"{frame.name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[1:])
+        return _VALUE.split(str(error))[0]
 
 
 def _described(refused: Iterable[tuple[int, str, dict[str, Any]]], total: int, judge: Judge, source: str) -> BadRows:

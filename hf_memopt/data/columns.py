@@ -4,11 +4,13 @@ Any other column (id, source, score, …) is ignored, with one warning.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from hf_memopt.errors import InputError
 
+Judge = Callable[[dict[str, Any], Any], Any]  # takes a row and the name of its place; raises InputError for a bad one
 SYSTEM = ("system", "system_prompt")
 MEDIA = ("video", "videos", "image", "images")
 

@@ -9,7 +9,7 @@ back as True. So a column of anything but texts is encoded here, of which decodi
 import csv
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +32,31 @@ def numbered_rows(path: Path) -> Iterator[tuple[int | None, Row]]:
         raise InputError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from error
 
 
-def find_columns(path: Path, first: int | None) -> dict[str, bool]:
-    """A file's columns, and whether they hold texts alone.
+def find_columns(paths: Sequence[Path], first: int | None) -> dict[str, bool]:
+    """The columns of files, and whether they hold texts alone.
 
     Args:
-        first: how many rows to read; None for all.
+        first: how many rows to read of all; None for all.
 
     Raises:
         InputError: see numbered_rows().
     """
     columns: dict[str, bool] = {}
-    for _, row in itertools.islice(numbered_rows(path), first):
+    rows = itertools.chain.from_iterable(map(numbered_rows, paths))
+    for _, row in itertools.islice(rows, first):
         for name, value in row.items():
             columns[name] = columns.get(name, True) and isinstance(value, str | None)
     return columns
 
 
-def encoded_rows(path: Path, columns: tuple[tuple[str, bool], ...], version: tuple) -> Iterator[Row]:
-    """A file's rows as `datasets` stores them: JSON in each column that find_columns() has as no text.
+def encoded_rows(paths: tuple[Path, ...], columns: tuple[tuple[str, bool], ...], version: tuple) -> Iterator[Row]:
+    """The rows of files as `datasets` stores them: JSON in each column that find_columns() has as no text.
 
     Raises:
         InputError: a row differs from those that find_columns() read.
     """
     names = {name for name, _ in columns}
-    for line, row in numbered_rows(path):
+    for path, (line, row) in ((path, row) for path in paths for row in numbered_rows(path)):
         where = f"{path}: line {line}" if line else str(path)
         if extra := sorted(row.keys() - names):
             raise InputError(f"{where} has a column {extra[0]!r}, which the first rows have not: name it there, too")
@@ -102,12 +103,14 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int | None, Row]]:
+    first = True
     for number, line in _lines(path):
         if not line.strip():
             continue
-        if number == 1 and line.startswith("["):
+        if first and line.lstrip().startswith("["):
             yield from _json_list(path)
             return
+        first = False
         row = _parsed(path, number, line.rstrip())  # behind its newline an error would be of the next line
         if not isinstance(row, dict | None):
             raise InputError(f"{path}: line {number} holds {brief(row)}, not an object: {_EXAMPLE}")

@@ -3,7 +3,8 @@
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hf_memopt.data.clip_folder import captioned_rows
@@ -17,6 +18,12 @@ logger = logging.getLogger(__name__)
 FORMATS = (*READERS, ".parquet")
 _ROWS_OF_STREAM = 1_000  # whose columns are those of a stream
 _MAX_HELD_OUT_OF_STREAM = 200  # rows, where held_out is a fraction: the length is unknown
+# The words of a split in the names of a folder's files, as `datasets` knows them -> its own name.
+_SPLITS = {
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "dev", "val"},
+    "test": {"test", "testing", "eval", "evaluation"},
+}
 USUAL_HELD_OUT = 0.05
 _LARGEST_DEFAULT_SHARE = 0.25  # of the rows, which a recipe's default number may hold out
 
@@ -35,6 +42,7 @@ def load_rows(
     ignore: Sequence[str] = (),
     with_media: bool = False,
     pairs: bool = False,
+    keep: Callable[[list, str], list] | None = None,
 ):
     """Training rows, held-out rows and the form of their columns (a name in columns.FORMS).
 
@@ -51,6 +59,7 @@ def load_rows(
         ignore: columns to leave out.
         with_media: the recipe trains on videos and images.
         pairs: the recipe trains on pairs of answers; their form is "pairs".
+        keep: (rows to train on and the held-out split's, form) -> those that are kept, before rows are held out.
 
     Raises:
         InputError: the source does not exist, is empty, or has no supported columns.
@@ -60,12 +69,15 @@ def load_rows(
         if name not in splits:
             raise InputError(f"data set {source!r} has no split {name!r}; it has {', '.join(map(str, splits))}")
     rows, test = (_without(splits.get(name), ignore, source) for name in (split, held_out_split))
+    rows, test = (part and undecoded(part) for part in (rows, test))
     if pairs:
         form, unused = "pairs", check_pair_columns(_column_names(rows, source), source)
     else:
         form = _columns(rows, source, with_media)
         unused = find_unused(_column_names(rows, source), form, with_media)
     _warn_unused(unused, source)
+    if keep is not None:
+        rows, test = keep([rows, test], form)
     if streaming:
         train, test = _hold_out_streaming(rows, test, held_out, adapt_held_out, buffer, seed, source)
     else:
@@ -91,7 +103,7 @@ def undecoded(rows):
     """Rows whose media are files and bytes: `datasets` would decode columns of its own types, with other libraries."""
     from datasets import Image, List, Video
 
-    for name, kind in rows.features.items():
+    for name, kind in (rows.features or {}).items():
         inner = kind.feature if isinstance(kind, List) else kind
         if isinstance(inner, Image | Video):
             plain = type(inner)(decode=False)
@@ -149,32 +161,55 @@ def open_splits(source: str, config: str | None = None, streaming: bool = False,
         if with_media and path.is_dir() and (captioned := captioned_rows(path, source)):
             rows = Dataset.from_list(captioned)
             return {"train": rows.to_iterable_dataset() if streaming else rows}
+        if path.is_dir() and _is_plain_folder(path):
+            return _open_folder(path, source, streaming)
         return load_dataset(str(path) if path.is_dir() else source, config, streaming=streaming)
 
 
 def _open_file(path: Path, source, streaming: bool) -> dict:
-    """The rows of a local file.
-
-    Raises:
-        InputError: with the line that cannot be read.
-    """
-    from datasets import Dataset, Features, IterableDataset, Json, Value, load_dataset
+    from datasets import load_dataset
 
     if path.stat().st_size == 0:
         raise InputError(f"data set {source!r} is empty: the file has no rows")
     if path.suffix == ".parquet":
         with as_input_error(f"{path}: not a complete parquet file", Exception):
             return load_dataset("parquet", data_files=str(path), streaming=streaming)
-    texts = find_columns(path, _ROWS_OF_STREAM if streaming else None)
+    return {"train": _rows_of([path], source, streaming)}
+
+
+def _open_folder(path: Path, source, streaming: bool) -> dict:
+    """The rows of a folder's files by the splits that their names have, "train" where they have none."""
+    splits: dict[str, list[Path]] = {}
+    for file in sorted(file for file in path.iterdir() if file.suffix in READERS):
+        words = set(re.split(r"[^a-z]+", file.stem.lower()))
+        splits.setdefault(next((name for name, said in _SPLITS.items() if words & said), "train"), []).append(file)
+    return {name: _rows_of(files, source, streaming) for name, files in splits.items()}
+
+
+def _is_plain_folder(path: Path) -> bool:
+    """True of a folder of nothing but files of rows, beside a README."""
+    others = (file for file in path.iterdir() if not file.name.startswith((".", "README")))
+    return path.is_dir() and all(file.is_file() and file.suffix in READERS for file in others)
+
+
+def _rows_of(paths: list[Path], source, streaming: bool):
+    """The rows of local files.
+
+    Raises:
+        InputError: with the line that cannot be read.
+    """
+    from datasets import Dataset, Features, IterableDataset, Json, Value
+
+    texts = find_columns(paths, _ROWS_OF_STREAM if streaming else None)
     if not texts:
         raise InputError(f"data set {source!r} is empty: the file has no rows")
     features = Features({name: Value("string") if is_text else Json() for name, is_text in texts.items()})
-    # `datasets` caches a generator's rows by the hash of its arguments: a changed file must change them.
-    stat = path.stat()
-    columns = tuple(texts.items())  # of a list, a stream would make shards
-    arguments = {"path": path, "columns": columns, "version": (stat.st_size, stat.st_mtime_ns)}
+    # `datasets` caches a generator's rows by the hash of its arguments: a changed file must change them. Of a list, a
+    # stream would make shards.
+    version = tuple((stat.st_size, stat.st_mtime_ns) for stat in (path.stat() for path in paths))
+    arguments = {"paths": tuple(path.resolve() for path in paths), "columns": tuple(texts.items()), "version": version}
     kind = IterableDataset if streaming else Dataset
-    return {"train": kind.from_generator(encoded_rows, features=features, gen_kwargs=arguments)}
+    return kind.from_generator(encoded_rows, features=features, gen_kwargs=arguments)
 
 
 def _embedded(source: str):

@@ -9,6 +9,7 @@ from hf_memopt.errors import InputError, brief
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
 _CALLS = ("tool_calls", "function_call")  # an answer that calls a function may have no text
+_FILLERS = "\u2800\u3164"  # printable, and nothing to see; other such letters are not printable
 _MAY_BE_BLANK = ("system", "developer", "tool")  # what a tool returns, and instructions, may be nothing
 
 
@@ -85,7 +86,7 @@ def joined_text(content, where: str) -> str:
 def is_blank(content) -> bool:
     """True of a message's content that is missing or has no letter: a text, or a list of parts."""
     if isinstance(content, str):
-        return not content.strip()
+        return not any(letter.isprintable() and not letter.isspace() and letter not in _FILLERS for letter in content)
     if isinstance(content, list | tuple):
         return all(map(is_blank, content))
     if isinstance(content, dict) and content.get("type", "text") == "text":
@@ -121,6 +122,8 @@ def _turns(row: dict, form: str, where: str):
         return [_turn("user", ""), _turn("assistant", read_text(row, "caption", where))]
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
+        if not prompt:
+            raise InputError(f"{where}: prompt is empty: fill it, or remove the row")
         return [*prompt, *completion]
     return [_turn("user", read_text(row, "prompt", where)), _turn("assistant", read_text(row, "completion", where))]
 
@@ -176,17 +179,22 @@ def _check_turns(messages: list[dict], where: str, with_media: bool) -> None:
     for message in messages:
         role, content = message["role"], message["content"]
         name = "the answer" if role == "assistant" else f"a message of the role {role!r}"
-        calls = role == "assistant" and any(not is_empty(message.get(key)) for key in _CALLS)
+        calls = role == "assistant" and any(_has_call(message.get(key)) for key in _CALLS)
         if content is None and not calls:
             raise InputError(f"{where}: {name} has no content (null): fill it, or remove the row")
         if is_blank(content) and not (calls or role in _MAY_BE_BLANK or (role == "user" and with_media)):
             raise InputError(f"{where}: {name} is empty: fill it, or remove the row")
         message["content"] = content or ""
     roles = [message["role"] for message in messages]
-    if roles[0] == "assistant":
+    if next((role for role in roles if role not in ("system", "developer")), "") == "assistant":
         raise InputError(f"{where}: begins with an answer: put the question before it, or remove the answer")
     if "assistant" not in roles:
         raise InputError(f"{where}: has no answer (a message of the assistant)")
+
+
+def _has_call(calls) -> bool:
+    """True if a message calls a function: of several, any that is named."""
+    return any(map(_has_call, calls)) if isinstance(calls, list | tuple) else isinstance(calls, dict) and bool(calls)
 
 
 def _brief(value) -> str:

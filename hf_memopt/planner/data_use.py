@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.data.answers import find_answer_kind, read_answer
-from hf_memopt.data.bad_rows import BadRows, Judge, sift
-from hf_memopt.data.chat import Chat
-from hf_memopt.data.columns import MEDIA, accepted, find_form
-from hf_memopt.data.pairs import PAIRS, check_pair, check_prompt
+from hf_memopt.data.answers import answer_judge
+from hf_memopt.data.bad_rows import BadRows, sift
+from hf_memopt.data.columns import MEDIA, Judge, accepted, find_form
+from hf_memopt.data.pairs import PAIRS, check_pair_columns, check_prompt, pair_judge
 from hf_memopt.data.sources import local_path, open_splits, undecoded
 from hf_memopt.data.tokens import check_text
 from hf_memopt.data.turns import joined_text
@@ -128,10 +127,11 @@ def _of_rows(rows, source: str, task: str | None, with_media: bool, tokenizer, s
             raise unsuitable(f"task={task} needs {' and '.join(missing)}")
         judge = partial(check_prompt, needed=_PROMPTS[task])
         return _judged(rows, source, judge, Use(task, len(rows), _has_media(rows, with_media)), skip)
-    if task in _PAIRS or (task is None and _most(rows, lambda row: all(row.get(name) for name in PAIRS.needed))):
+    if task in _PAIRS or (task is None and _are_pairs(rows)):
         if missing := [name for name in PAIRS.needed if name not in columns]:
             raise unsuitable(f"task={task} needs {' and '.join(missing)}")
-        judge = partial(check_pair, has_template=tokenizer is None or tokenizer.chat_template is not None)
+        check_pair_columns(columns, source)
+        judge = pair_judge(tokenizer)
         use = Use(task or "dpo", len(rows), _has_media(rows, with_media))
         return _judged(rows, source, judge, use, skip, tokenizer, _pair_texts)
     form, media = find_form(columns), _has_media(rows, with_media)
@@ -141,9 +141,7 @@ def _of_rows(rows, source: str, task: str | None, with_media: bool, tokenizer, s
         return _judged(rows, source, check_text, Use(task, None, media), skip)
     if media or with_media:
         return _judged(rows, source, conversation, Use(task, len(rows), media), skip)
-    kind = find_answer_kind(rows, form)
-    chat = Chat(tokenizer) if "messages" in kind and getattr(tokenizer, "chat_template", None) else None
-    judge = partial(read_answer, form=form, kind=kind, chat=chat)
+    judge = answer_judge(rows, form, tokenizer)
     use = Use(task or "sft", len(rows), media)
     return _judged(rows, source, judge, use, skip, tokenizer, partial(_answer_texts, judge))
 
@@ -197,6 +195,13 @@ def _tokenizer(model: str | None):
     with contextlib.suppress(Exception):  # a folder of a configuration alone, or a tokenizer of the model's own code
         return AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     return None
+
+
+def _are_pairs(rows) -> bool:
+    """True of rows of pairs alone, and where most rows of another form are pairs, too."""
+    if not set(rows.column_names).issuperset(PAIRS.needed):
+        return False
+    return find_form(rows.column_names) is None or _most(rows, lambda row: all(row[name] for name in PAIRS.needed))
 
 
 def _most(rows, is_so: Callable[[dict], bool]) -> bool:

@@ -3,14 +3,14 @@
 import logging
 from dataclasses import dataclass, field
 
-from hf_memopt.data.answers import find_answer_kind, to_trl
+from hf_memopt.data.answers import answer_judge, find_answer_kind, to_trl
 from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.data.sources import say_once
 from hf_memopt.errors import InputError
 from hf_memopt.packages import how_to_install
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.job import Job, remove_new_folders
-from hf_memopt.recipe.rows import evaluate_nothing, fill_stream, keep_good, load_job_rows
+from hf_memopt.recipe.rows import evaluate_nothing, fill_stream, load_job_rows
 from hf_memopt.stack.versions import has
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,12 @@ def load_answers(job: Job, tokenizer):
             raise InputError(f"{name} is not taken by this recipe: {instead}")
     source = job.recipe.dataset_name or "builtin:questions"
     with job.args.main_process_first(desc="preparing data"):
-        train, held_out, form = load_job_rows(job, source)
+        train, held_out, form = load_job_rows(
+            job, source, lambda source, rows, form: answer_judge(rows, form, tokenizer)
+        )
         kind = find_answer_kind(train, form)
         split = _choose_loss(job, kind, tokenizer)
-        skip = job.recipe.skip_bad_rows
-        train, held_out = keep_good(job, *to_trl((train, held_out), form, kind, tokenizer, source, split, skip))
+        train, held_out = (rows and to_trl(rows, form, kind, split) for rows in (train, held_out))
         if job.recipe.streaming:
             train = fill_stream(train, job, source)
     return train, held_out
@@ -68,11 +69,6 @@ def _choose_loss(job: Job, kind: str, tokenizer) -> bool:
             raise InputError("the tokenizer has no end-of-text token (eos_token), with which TRL ends every text")
         job.args.assistant_only_loss = bool(job.recipe.assistant_only_loss)
         return False
-    if not tokenizer.chat_template:
-        raise InputError(
-            "the tokenizer has no chat template for rows of messages: use a model that has one, or write rows as "
-            "texts, `prompt` and `completion`"
-        )
     choice = job.recipe.assistant_only_loss
     marked = kind == "messages" and choice is None and _marks_answers(tokenizer)
     job.args.assistant_only_loss = marked or bool(choice)
@@ -103,12 +99,12 @@ def check_samples(job: Job, trainer, rows: int | None) -> None:
     Raises:
         InputError: too few samples are left.
     """
-    source, length = job.recipe.dataset_name or "the built-in questions", job.args.max_length
+    source, length = job.recipe.dataset_name or "the built-in data", job.args.max_length
     if rows is None:
         trainer.train_dataset = fill_stream(trainer.train_dataset, job, source)
         return
     for samples in (trainer.train_dataset, trainer.eval_dataset):
-        if samples is not None and hasattr(samples, "__len__") and len(samples) == 0:
+        if hasattr(samples, "__len__") and len(samples) == 0:
             if samples is trainer.eval_dataset and "held_out" not in job.given:
                 say_once("note: held_out: no row of it has an answer within %d tokens; nothing is evaluated", length)
                 trainer.eval_dataset = None
@@ -116,11 +112,13 @@ def check_samples(job: Job, trainer, rows: int | None) -> None:
                 continue
             remove_new_folders(job)
             raise InputError(f"no row of data set {source!r} has an answer within {length} tokens: raise max_length")
-    if job.args.packing:
+    if getattr(job.args, "packing", False):
         return
-    lengths = sample_lengths(trainer.train_dataset)
-    if dropped := rows - len(lengths):
+    if dropped := rows - len(trainer.train_dataset):
         say_once("%d of %d rows dropped: no answer within max_length=%d", dropped, rows, length)
         job.bad_rows.counts[f"no answer within max_length={length}"] = dropped
+    if "input_ids" not in trainer.train_dataset.column_names:
+        return
+    lengths = sample_lengths(trainer.train_dataset)
     if full := sum(tokens >= length for tokens in lengths):
         say_once("note: %d of %d rows fill max_length=%d: what they have beyond it is cut", full, len(lengths), length)

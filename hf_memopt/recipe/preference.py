@@ -2,16 +2,14 @@
 
 import logging
 from dataclasses import dataclass, field
-from functools import partial
 
-from hf_memopt.data.bad_rows import sift
-from hf_memopt.data.pairs import check_pair
+from hf_memopt.data.pairs import pair_judge
 from hf_memopt.data.sources import USUAL_HELD_OUT
 from hf_memopt.errors import InputError, choose
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.auto import plans_here
 from hf_memopt.recipe.job import Job
-from hf_memopt.recipe.rows import keep_good, load_job_rows
+from hf_memopt.recipe.rows import load_job_rows
 
 logger = logging.getLogger(__name__)
 # What DPOTrainer._compute_loss of TRL 1.16 knows; it asks only when it trains.
@@ -58,9 +56,8 @@ def load_pairs(job: Job, tokenizer):
     """Pairs to train on and pairs held out (None where there are none), in TRL's forms, checked row by row."""
     source = job.recipe.dataset_name or "builtin:preferences"
     with job.args.main_process_first(desc="preparing data"):
-        *parts, _ = load_job_rows(job, source, pairs=True)
-        judge = partial(check_pair, has_template=tokenizer.chat_template is not None)
-        return keep_good(job, *sift(parts, judge, source, job.recipe.skip_bad_rows))
+        train, held_out, _ = load_job_rows(job, source, lambda *rows: pair_judge(tokenizer), pairs=True)
+    return train, held_out
 
 
 def show_rewards(job: Job, trainer) -> None:

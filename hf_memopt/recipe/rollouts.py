@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, fields
 
 from hf_memopt.compatibility import world_size
-from hf_memopt.data.bad_rows import sift
+from hf_memopt.data.columns import Judge
 from hf_memopt.data.pairs import check_prompt
 from hf_memopt.data.sources import say_once
 from hf_memopt.errors import InputError
@@ -15,7 +15,7 @@ from hf_memopt.presets.trl_configs import trl_class
 from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.auto import plans_here
 from hf_memopt.recipe.job import Job
-from hf_memopt.recipe.rows import keep_good, load_job_rows
+from hf_memopt.recipe.rows import load_job_rows
 
 logger = logging.getLogger(__name__)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -83,18 +83,20 @@ def load_prompts(job: Job):
     if source is None:
         return Dataset.from_list(sums(_SUMS)), None
     with job.args.main_process_first(desc="preparing data"):
-        *parts, _ = load_job_rows(job, source)
-        for rows in filter(None, parts):
-            if not {"prompt", "completion"} <= set(rows.column_names):
-                raise InputError(
-                    f"data set {source!r} has the columns {', '.join(rows.column_names)}; GRPO needs prompt, and "
-                    "completion with the right answer"
-                )
-        train, held_out = keep_good(job, *sift(parts, check_prompt, source, job.recipe.skip_bad_rows))
+        train, held_out, _ = load_job_rows(job, source, _prompt_judge)
     if len(train) < needed:  # TRL drops a generation batch that is not full, and would train nothing
         say_once("note: the %d prompts are repeated to fill a generation batch of %d", len(train), needed)
         train = train.select([place % len(train) for place in range(needed)])
     return tuple(rows and rows.rename_column("completion", "answer") for rows in (train, held_out))
+
+
+def _prompt_judge(source: str, rows, form: str) -> Judge:
+    if not {"prompt", "completion"} <= set(rows.column_names):
+        raise InputError(
+            f"data set {source!r} has the columns {', '.join(rows.column_names)}; GRPO needs prompt, and completion "
+            "with the right answer"
+        )
+    return check_prompt
 
 
 def sums(count: int) -> list[dict[str, str]]:

@@ -4,8 +4,11 @@ A default that counts rows follows the data where they have fewer, and says so; 
 """
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
-from hf_memopt.data.bad_rows import BadRows, sift
+from hf_memopt.data.bad_rows import sift
+from hf_memopt.data.columns import Judge
 from hf_memopt.data.sources import load_rows, say_once
 from hf_memopt.data.tokens import check_text, packed
 from hf_memopt.errors import InputError
@@ -24,12 +27,7 @@ def load_texts(job: Job, tokenizer, length: int):
     """
     source = job.recipe.dataset_name or "builtin:documents"
     with job.args.main_process_first(desc="preparing data"):
-        rows, held_out_rows, form = load_job_rows(job, source)
-        if form != "text":
-            raise InputError(f"data set {source!r} has {form}, and pretraining takes `text`: use recipes/sft.py")
-        rows, held_out_rows = keep_good(
-            job, *sift((rows, held_out_rows), check_text, source, job.recipe.skip_bad_rows)
-        )
+        rows, held_out_rows, _ = load_job_rows(job, source, _text_judge)
         train = packed(rows, tokenizer, length, source, shorter="max_length" not in job.given)
         if (tokens := len(next(iter(train))["input_ids"])) < length:
             say_once("note: max_length: one block of %d tokens, all that the data have, instead of %d", tokens, length)
@@ -64,14 +62,32 @@ def fill_stream(samples, job: Job, source: str):
     return samples.repeat(times)
 
 
-def load_job_rows(job: Job, source: str, **what):
-    """Rows to train on, rows held out (None where there are none, and nothing is evaluated) and their form.
+def _text_judge(source: str, rows, form: str) -> Judge:
+    if form != "text":
+        raise InputError(f"data set {source!r} has {form}, and pretraining takes `text`: use recipes/sft.py")
+    return check_text
+
+
+def load_job_rows(job: Job, source: str, judge: Callable[[str, Any, str], Judge], **what):
+    """Good rows to train on, rows held out (None where there are none, and nothing is evaluated) and their form; the
+    job remembers the others.
 
     Args:
+        judge: (source, rows, form) -> what refuses rows.
         what: with_media or pairs, as load_rows() takes them.
+
+    Raises:
+        InputError: rows that cannot be trained on, unless the user skips them.
     """
     recipe = job.recipe
-    train, held_out, columns = load_rows(
+
+    def keep(parts: list, form: str) -> list:
+        kept, job.bad_rows = sift(parts, judge(source, parts[0], form), source, recipe.skip_bad_rows)
+        if job.bad_rows.count:
+            say_once("note: skip_bad_rows: %s", job.bad_rows)
+        return [kept[0], None if hasattr(kept[1], "__len__") and not len(kept[1]) else kept[1]]
+
+    train, held_out, form = load_rows(
         source,
         config=recipe.dataset_config,
         split=recipe.dataset_train_split,
@@ -82,29 +98,12 @@ def load_job_rows(job: Job, source: str, **what):
         buffer=recipe.shuffle_buffer_size,
         seed=job.args.seed,
         ignore=recipe.ignore_columns or (),
+        keep=keep,
         **what,
     )
     if held_out is None:
         evaluate_nothing(job.args)
-    return train, held_out, columns
-
-
-def keep_good(job: Job, parts, bad: BadRows) -> tuple:
-    """The good rows of a job, which remembers those that are left out. Where none is held out any more, nothing is
-    evaluated.
-
-    Args:
-        parts: to train on, and held out, as sift() left them.
-    """
-    job.bad_rows, (train, held_out) = bad, parts
-    if bad.count:
-        say_once("note: skip_bad_rows: %s", bad)
-    if hasattr(train, "__len__") and not len(train):
-        raise InputError(f"{bad.listed()}: no row is left to train on, all others are held out: lower held_out")
-    if hasattr(held_out, "__len__") and not len(held_out):
-        held_out = None
-        evaluate_nothing(job.args)
-    return train, held_out
+    return train, held_out, form
 
 
 def evaluate_nothing(args) -> None:

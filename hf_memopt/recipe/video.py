@@ -8,15 +8,13 @@ import torch
 from accelerate.utils import send_to_device
 
 from hf_memopt.compatibility import resolve_engine
-from hf_memopt.data.bad_rows import sift
 from hf_memopt.data.packed_batches import packed_batches
-from hf_memopt.data.sources import undecoded
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, choose
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments
 from hf_memopt.recipe.auto import plans_here
 from hf_memopt.recipe.job import Job
-from hf_memopt.recipe.rows import keep_good, load_job_rows
+from hf_memopt.recipe.rows import load_job_rows
 from hf_memopt.recipe.video_tier import choose_clips
 from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.collator import TOKENS, VideoCollator
@@ -214,13 +212,10 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
     if recipe.streaming:
         raise InputError("streaming: videos are read one by one anyway; leave it out")
     source = recipe.dataset_name or str(moving_shapes())
-    with job.args.main_process_first(desc="preparing data"):
-        *parts, _ = load_job_rows(job, source, with_media=True)
     limits = Limits(recipe.max_frames, recipe.video_fps, recipe.max_pixels_per_frame, recipe.max_video_tokens, length)
     encode = Encoder(processor, limits, _folder(recipe.media_folder, source), _downloads(job), _frame_cache(job))
-    with job.args.main_process_first(desc="checking data"):
-        parts = [rows and undecoded(rows) for rows in parts]
-        parts = keep_good(job, *sift(parts, encode.check, source, recipe.skip_bad_rows))
+    with job.args.main_process_first(desc="preparing data"):
+        *parts, _ = load_job_rows(job, source, lambda *rows: encode.check, with_media=True)
     bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)
     train, held_out = (rows and VideoSamples(rows, encode, bad, f"{source}: row") for rows in parts)
     return train, held_out

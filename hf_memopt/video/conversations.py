@@ -55,6 +55,9 @@ def conversation(row: dict, where: str, urls: bool = False) -> tuple[list[dict],
     if form == "caption" and not any(listed.values()):
         raise InputError(f"{where}: its caption describes a `video` or an `image`, and the row has neither")
     messages = [_with_parts(message, where) for message in read_messages(row, form, where)]
+    for part in (part for message in messages if message["role"] == "assistant" for part in message["content"]):
+        if part["type"] in _KINDS:
+            raise InputError(f"{where}: an answer has a {part['type']}, and answers are texts: put it into a question")
     parts = [part for message in messages for part in message["content"] if part["type"] in _KINDS]
     if listed["video"] and not listed["image"] and not any("source" in part for part in parts):
         _name_videos(parts)
