@@ -56,7 +56,7 @@ def encoded_rows(paths: tuple[Path, ...], columns: tuple[tuple[str, bool], ...],
         InputError: a row differs from those that find_columns() read.
     """
     names = {name for name, _ in columns}
-    for path, (line, row) in ((path, row) for path in paths for row in numbered_rows(path)):
+    for path, (line, row) in ((file, row) for file in paths for row in numbered_rows(file)):
         where = f"{path}: line {line}" if line else str(path)
         if extra := sorted(row.keys() - names):
             raise InputError(f"{where} has a column {extra[0]!r}, which the first rows have not: name it there, too")
