@@ -206,6 +206,15 @@ def test_local_data_of_any_kind_are_judged(kind, tmp_path, no_progress_bars):
     assert find_use(str(source), skip=True) == Use("sft", 2, media=False)
 
 
+def test_columns_that_are_ignored(jsonl, no_progress_bars):
+    source = str(jsonl([{"prompt": "?", "completion": "yes", "label": 1}]))
+    with pytest.raises(InputError, match="the column 'label' would not be trained on"):
+        find_use(source)
+    assert find_use(source, ignore=("label",)) == Use("sft", 1, media=False)
+    with pytest.raises(InputError, match=r"unknown column of ignore_columns 'labels'\. Did you mean 'label'"):
+        find_use(source, ignore=("labels",))
+
+
 def test_what_is_not_a_file_of_rows(tmp_path):
     assert find_use("trl-lib/Capybara") is None
     for nowhere in ("nowhere.jsonl", "nowhere.parquet", "./nowhere"):
@@ -255,6 +264,20 @@ def test_the_data_stand_in_the_command(command, jsonl):
     words = _pasted(out.splitlines())  # a longer line than a terminal's: the path of the data
     assert words[words.index("--dataset_name") + 1] == str(data) and "recipes/sft.py" in words
     assert any(line.startswith("time ") for line in out.splitlines())
+    more = jsonl([{"prompt": "?", "completion": "yes" * (n > 0), "label": 1, "mask": 1} for n in range(8)])
+    asked = (
+        "plan",
+        "smollm2-135m",
+        "--hardware",
+        "rtx_3060",
+        "--method",
+        "lora",
+        "--dataset",
+        more,
+        "--skip-bad-rows",
+    )
+    code, out, err = command(*asked, "--ignore-columns", "label, mask")
+    assert code == 0 and "--ignore_columns label mask --skip_bad_rows true" in " ".join(_pasted(out.splitlines())), err
     clips = jsonl([{"video": "a.mp4", "caption": "A door."}], "clips.jsonl")
     code, _, err = command("plan", "smollm2-135m", "--hardware", "rtx_3060", "--dataset", clips)
     assert code == 2 and "has videos or images, and smollm2-135m takes none" in err

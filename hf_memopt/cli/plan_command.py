@@ -106,6 +106,10 @@ def plan(
             "the command that is printed.",
         ),
     ] = None,
+    ignore_columns: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Columns of DATA that are not looked at: label,weight"),
+    ] = None,
     skip_bad_rows: Annotated[
         bool,
         typer.Option("--skip-bad-rows", help="Leave out rows that cannot be trained on; without it they are refused."),
@@ -206,8 +210,9 @@ def plan(
         raise InputError(f"--frames max counts the frames of one device's whole memory: leave {name} out")
     if dataset and is_source(model):
         raise InputError("--dataset: the file names its own data; for the time, say --samples")
-    if skip_bad_rows and not dataset:
-        raise InputError("--skip-bad-rows is of the rows of --dataset: name it")
+    of_data = {"--skip-bad-rows": skip_bad_rows, "--ignore-columns": ignore_columns}
+    for name in (name for name, value in of_data.items() if value and not dataset):
+        raise InputError(f"{name} is of the rows of --dataset: name it")
     if dataset:
         dataset = hub_name(dataset)
         local_path(dataset)
@@ -232,7 +237,8 @@ def plan(
     # The rows of a data set are an amount, too, and are counted when they are read.
     counted = "1" if dataset and tokens is None and samples is None else samples
     AmountOptions(tokens=tokens, epochs=epochs, samples=counted, price=price).read()
-    data = {"dataset": dataset, "skip_bad_rows": skip_bad_rows}
+    ignored = tuple(filter(None, map(str.strip, (ignore_columns or "").split(","))))
+    data = {"dataset": dataset, "ignore_columns": ignored, "skip_bad_rows": skip_bad_rows}
     spec = check_words(replace(spec, **data, quick=quick), (*METHODS, "any"))
     if use := _use_of(spec):
         spec = replace(spec, task=use.task)
@@ -266,7 +272,9 @@ def _use_of(spec):
 
     asked = read_model(spec)
     model = hub_id(spec.model) if spec.is_named else None
-    use = find_use(spec.dataset, spec.task, asked.video is not None, model, spec.skip_bad_rows)
+    use = find_use(
+        spec.dataset, spec.task, asked.video is not None, model, spec.skip_bad_rows, ignore=spec.ignore_columns
+    )
     if use is not None:
         use.check_model(spec.dataset, asked)
     return use

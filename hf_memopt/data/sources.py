@@ -68,7 +68,7 @@ def load_rows(
     for name in filter(None, (split, held_out_split)):
         if name not in splits:
             raise InputError(f"data set {source!r} has no split {name!r}; it has {', '.join(map(str, splits))}")
-    rows, test = (_without(splits.get(name), ignore, source) for name in (split, held_out_split))
+    rows, test = (without_columns(splits.get(name), ignore, source) for name in (split, held_out_split))
     rows, test = (part and undecoded(part) for part in (rows, test))
     if pairs:
         form, unused = "pairs", check_pair_columns(_column_names(rows, source), source)
@@ -111,7 +111,7 @@ def undecoded(rows):
     return rows
 
 
-def _without(rows, ignore: Sequence[str], source):
+def without_columns(rows, ignore: Sequence[str], source):
     """The rows without the ignored columns.
 
     Raises:

@@ -70,6 +70,7 @@ class JobSpec:
         video: the clips of a sample.
         frozen: parts of a video model that are not trained.
         dataset: that the launch command trains on, as its user writes it.
+        ignore_columns: of the data, which are not looked at.
         skip_bad_rows: it leaves out rows that cannot be trained on.
         streaming: a plan may keep frozen weights in host memory.
         quick: a plan answers by its sketches.
@@ -104,6 +105,7 @@ class JobSpec:
     video: Any = None
     frozen: tuple[str, ...] = ()
     dataset: str | None = None
+    ignore_columns: tuple[str, ...] = ()
     skip_bad_rows: bool = False
     streaming: bool = False
     quick: bool = False

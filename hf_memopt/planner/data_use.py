@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from hf_memopt.data.answers import answer_judge
 from hf_memopt.data.bad_rows import BadRows, sift
 from hf_memopt.data.columns import MEDIA, Judge, accepted, find_form
 from hf_memopt.data.pairs import PAIRS, check_pair_columns, check_prompt, pair_judge
-from hf_memopt.data.sources import local_path, open_splits, undecoded
+from hf_memopt.data.sources import local_path, open_splits, undecoded, without_columns
 from hf_memopt.data.tokens import check_text
 from hf_memopt.data.turns import joined_text
 from hf_memopt.errors import InputError, listed
@@ -91,7 +91,12 @@ class Use:
 
 
 def find_use(
-    source: str, task: str | None = None, with_media: bool = False, model: str | None = None, skip: bool = False
+    source: str,
+    task: str | None = None,
+    with_media: bool = False,
+    model: str | None = None,
+    skip: bool = False,
+    ignore: Sequence[str] = (),
 ) -> Use | None:
     """The use of local data; None of a hub name, which is read when the job runs.
 
@@ -101,6 +106,7 @@ def find_use(
         model: whose tokenizer counts tokens and whose chat template has to write all of a row, where it is on this
             machine.
         skip: leave out rows that cannot be trained on.
+        ignore: columns to leave out.
 
     Raises:
         InputError: nothing is there, a row cannot be read, or the recipe of the task does not train on such rows.
@@ -113,7 +119,7 @@ def find_use(
     splits = open_splits(source, with_media=with_media)
     if "train" not in splits:
         raise InputError(f"data set {source!r} has no split 'train'; it has {', '.join(map(str, splits))}")
-    rows = undecoded(splits["train"])
+    rows = undecoded(without_columns(splits["train"], ignore, source))
     if not len(rows):
         raise InputError(f"data set {source!r} is empty: the split has no rows")
     return _of_rows(rows, source, task, with_media, _tokenizer(model), skip)

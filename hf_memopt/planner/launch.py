@@ -76,7 +76,10 @@ def launch_command(spec: JobSpec, profile) -> str:
 
 
 def _data_arguments(spec: JobSpec, source: str) -> list[str]:
-    return ["--dataset_name", shlex.quote(source), *(["--skip_bad_rows", "true"] if spec.skip_bad_rows else [])]
+    argv = ["--dataset_name", shlex.quote(source)]
+    if spec.ignore_columns:
+        argv += ["--ignore_columns", *map(shlex.quote, spec.ignore_columns)]
+    return argv + (["--skip_bad_rows", "true"] if spec.skip_bad_rows else [])
 
 
 def accelerate_config(profile, deepspeed_file: str | None = None) -> dict[str, Any]:
