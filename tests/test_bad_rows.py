@@ -260,3 +260,15 @@ def test_files_of_one_name_are_two(tmp_path, monkeypatch, no_progress_bars):
         os.utime(file, (1, 1))
         monkeypatch.chdir(tmp_path / word)
         assert list(load_rows("rows.jsonl", held_out=0)[0]) == [{"text": word}]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.slow
+def test_packed_samples_without_an_answer_are_left_out(recipe, jsonl, tmp_path, builtin_model, caplog):
+    rows = [*[{"prompt": "w " * 200, "completion": "x"}] * 3, *[{"prompt": "a", "completion": "b"}] * 3]
+    quick = {"preset": "cpu", "model_name_or_path": builtin_model, "max_steps": 1, "max_length": 64, "held_out": 0}
+    words = [*flags(**quick, packing="true"), "--output_dir", str(tmp_path / "out"), "--dataset_name"]
+    trainer = recipe("sft")([*words, str(jsonl(rows))])
+    assert len(trainer.train_dataset) == 1 and "3 of 4 packed samples dropped" in caplog.text
+    with pytest.raises(InputError, match="no packed sample has an answer within 64 tokens: raise max_length"):
+        recipe("sft")([*words, str(jsonl(rows[:3], "long.jsonl")), "--overwrite"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from hf_memopt.data.answers import answer_judge, find_answer_kind, to_trl
 from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.data.sources import say_once
+from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError
 from hf_memopt.packages import how_to_install
 from hf_memopt.recipe.arguments import RecipeArguments
@@ -113,6 +114,7 @@ def check_samples(job: Job, trainer, rows: int | None) -> None:
             remove_new_folders(job)
             raise InputError(f"no row of data set {source!r} has an answer within {length} tokens: raise max_length")
     if getattr(job.args, "packing", False):
+        _drop_unanswered(job, trainer, length)
         return
     if dropped := rows - len(trainer.train_dataset):
         say_once("%d of %d rows dropped: no answer within max_length=%d", dropped, rows, length)
@@ -122,3 +124,20 @@ def check_samples(job: Job, trainer, rows: int | None) -> None:
     lengths = sample_lengths(trainer.train_dataset)
     if full := sum(tokens >= length for tokens in lengths):
         say_once("note: %d of %d rows fill max_length=%d: what they have beyond it is cut", full, len(lengths), length)
+
+
+def _drop_unanswered(job: Job, trainer, length: int) -> None:
+    """Leave out packed samples without a token of an answer, which TRL (1.16) drops of rows that are not packed alone.
+
+    Raises:
+        InputError: none is left.
+    """
+    packed = trainer.train_dataset
+    answered = packed.filter(lambda labels: any(label != IGNORED for label in labels), input_columns=["labels"])
+    if not (dropped := len(packed) - len(answered)):
+        return
+    if not len(answered):
+        raise InputError(f"no packed sample has an answer within {length} tokens: raise max_length")
+    trainer.train_dataset = answered
+    say_once("%d of %d packed samples dropped: no answer within max_length=%d", dropped, len(packed), length)
+    job.bad_rows.counts[f"packed samples without an answer within max_length={length}"] = dropped
