@@ -105,6 +105,7 @@ lint: $(INSTALLED)
 	ruff check .
 	ruff format --check .
 	lint-imports
+	python benchmarks/statements.py
 
 format: $(INSTALLED)
 	ruff check --fix .
