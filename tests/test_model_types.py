@@ -15,6 +15,9 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.tracing import extrapolate
 from hf_memopt.estimator.tracing.tasks import TASKS, find_task, infer_task
+from hf_memopt.estimator.trl_tasks import model_task
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.planner.settle import PLANNED_TASKS, settle
 
 _MICRO = 2
 _SAMPLE = 40
@@ -137,6 +140,18 @@ def test_without_a_task_the_usual_one_of_the_model_type_counts(model_type, task)
 def test_what_cannot_be_estimated_is_refused_with_the_model_type_and_the_reason(model_type, task, reason):
     with pytest.raises(InputError, match=reason):
         _predicted(_config(model_type), task)
+
+
+@pytest.mark.parametrize("task", PLANNED_TASKS)
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "t5", "bert", "llama", "vit"])
+def test_plan_refuses_a_task_that_a_model_type_has_not_as_estimate_does(model_type, task):
+    config = _config(model_type)
+    auto, had = TASKS[model_task(task)].auto_class, TASKS[model_task(task)].model_class(config) is not None
+    try:
+        settle(JobSpec(model=config, hardware="rtx_4090", task=task), "full")
+        assert had
+    except InputError as refused:
+        assert had is (f"no {auto} of model type" not in str(refused)), str(refused)
 
 
 @pytest.mark.slow

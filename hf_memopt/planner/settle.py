@@ -10,7 +10,7 @@ from hf_memopt.estimator.smaller import find_experts
 from hf_memopt.estimator.spec_job import quantization_config, read_model
 from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
-from hf_memopt.estimator.trl_tasks import TRL_TASKS
+from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
 from hf_memopt.field_values import fit
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
@@ -50,8 +50,8 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
 
     spec = read_model(spec)
     task = spec.task or infer_task(spec.config)
+    find_task(model_task(task), spec.config)
     if task not in PLANNED_TASKS:
-        find_task(task, spec.config)
         raise InputError(f"task={task}: plan knows models of text and video; `hf-memopt estimate` takes this one")
     if spec.sequence_parallel > 1:
         raise InputError(
