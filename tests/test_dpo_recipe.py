@@ -83,7 +83,7 @@ BAD = [
     ([], [{**messages(PAIRS[0]), "prompt": "What?"}] * 12, "row .: some of chosen, rejected and prompt are texts"),
     (
         [],
-        [{"chosen": [{"role": "user"}], "rejected": [{"role": "user"}]}] * 12,
+        [{"chosen": [{"role": "user", "content": 5}], "rejected": [{"role": "user"}]}] * 12,
         "row .: chosen must be a text, or mess",
     ),
     (["--packing", "true"], PAIRS, "unknown argument 'packing'"),

@@ -9,6 +9,7 @@ from conftest import flags
 from runs import RECOVERED, reading, report, write_run
 from transformers import TrainingArguments
 
+from hf_memopt.data.bad_rows import BadRows
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.files import write_json
 from hf_memopt.levers.arguments import MemoryArguments
@@ -148,6 +149,7 @@ def test_a_run_leaves_no_secret(tmp_path, monkeypatch, capsys):
         args=args,
         preset=preset,
         memory_args=MemoryArguments(),
+        bad_rows=BadRows(),
         model_name="a",
         argv=["--hub_token", SECRET, "--run_name", f"token={SECRET}"],
     )
