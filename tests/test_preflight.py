@@ -206,7 +206,7 @@ def test_a_real_launch_is_stopped_before_anything_is_loaded(tmp_path, jsonl, bui
         ),
         env={"CXX": "no-such-compiler"},
     )
-    (line,) = {line for line in done.stderr.splitlines() if "preflight: " in line}
+    (line,) = {line for line in done.stderr.splitlines() if line.startswith("error: preflight: ")}
     assert "nvme_path=/no/such/disk is not a folder" in line
     assert "offload_param.device=nvme needs DeepSpeed's async_io, which cannot be built here" in line
     assert done.returncode != 0 and not (tmp_path / "out" / "memory_report.json").exists()
