@@ -94,8 +94,8 @@ def host_lines(needed: int, host=None) -> list[str]:
     if host is None:
         return paragraph(f"{size(needed)} of host memory", "host")
     short = "" if needed <= host.bytes else ": too little to load the weights through, where that holds"
-    from_where = host.source if host.source == "--host-memory" else f"{host.source}; --host-memory"
-    there = f"{gib(host.bytes)} {'assumed' if host.assumed else 'there'} ({from_where}){short}"
+    source = f"{host.source}; --host-memory".removeprefix("--host-memory; ")
+    there = f"{gib(host.bytes)} {'assumed' if host.assumed else 'there'} ({source}){short}"
     return paragraph(f"{gib(needed)} of host memory a process, of {there}", "host")
 
 
