@@ -206,6 +206,6 @@ def test_a_bad_pair_stops_every_process(tmp_path):
         *flags(preset="cpu_x2", optim="adamw_8bit", output_dir=tmp_path / "out"),
     )
     assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if "error: optim=adamw_8bit" in line]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: optim=adamw_8bit")]
     assert len(lines) == 1 and "use optim=adamw_torch" in lines[0]
     assert not (tmp_path / "out").exists()
