@@ -339,12 +339,13 @@ def samples(path: Path, streaming: bool = False) -> list:
 
 def good_answers(source: str, tokenizer, skip: bool = False, **load):
     """The rows that recipes/sft.py keeps of a source, and their form."""
-    from hf_memopt.data.answers import answer_judge
+    from hf_memopt.data.answers import answer_judge, find_answer_kind
     from hf_memopt.data.bad_rows import sift
     from hf_memopt.data.sources import load_rows
 
     def keep(parts, form):
-        return sift(parts, answer_judge(parts[0], form, tokenizer), source, skip)[0]
+        judge = answer_judge(form, find_answer_kind(parts[0], form), tokenizer)
+        return sift(parts, judge, source, skip)[0]
 
     rows, _, form = load_rows(source, keep=keep, **{"held_out": 0, **load})
     return rows, form

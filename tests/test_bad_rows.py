@@ -54,6 +54,7 @@ BAD_PROMPTS = {
     "an empty answer": {**PROMPTS, "completion": ""},
     "a number": {**PROMPTS, "completion": 4},
     "an empty message": {**PROMPTS, "prompt": [{"role": "user", "content": ""}]},
+    "a message without content": {**PROMPTS, "prompt": [{"role": "user"}]},
     "a column that GRPO leaves out": {**PROMPTS, "system": "Be brief."},
     "an image": {**PROMPTS, "images": ["a.png"]},
     "parts": {**PROMPTS, "completion": [{"role": "assistant", "content": [{"type": "text", "text": "4"}]}]},
@@ -73,7 +74,7 @@ def sifted(form: str, source: str, tokenizer, skip: bool):
     """Rows as the recipe of a form keeps them, and its bad rows."""
     rows, _, found = load_rows(source, held_out=0, pairs=form == "pairs")
     judges = {"pairs": lambda: pair_judge(tokenizer), "prompts": lambda: check_prompt}
-    judge = judges.get(form, lambda: answer_judge(rows, found, tokenizer))()
+    judge = judges.get(form, lambda: answer_judge(found, find_answer_kind(rows, found), tokenizer))()
     (kept,), bad = sift([rows], judge, source, skip)
     if form not in judges:
         kept = to_trl(kept, found, find_answer_kind(kept, found))
@@ -245,6 +246,7 @@ def test_a_folder_of_files_is_read_as_its_files(tmp_path, no_progress_bars):
     ]
     for name, content in {"a.jsonl": rows[:1], "b.jsonl": rows[1:], "test.jsonl": rows[:1]}.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in content))
+    (tmp_path / "README.txt").write_text("No rows.")
     train, test, _ = load_rows(str(tmp_path), held_out_split="test")
     assert (list(train), list(test)) == (rows, rows[:1])
     streamed, _, _ = load_rows(str(tmp_path), held_out=0, streaming=True, buffer=1)

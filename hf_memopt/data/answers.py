@@ -31,16 +31,17 @@ def find_answer_kind(rows, form: str) -> str:
     return "messages" if any(name in row for row in first for name in SYSTEM) else "prompt and completion"
 
 
-def answer_judge(rows, form: str, tokenizer) -> Judge:
+def answer_judge(form: str, kind: str, tokenizer) -> Judge:
     """What refuses rows of a form that TRL's SFTTrainer cannot train on.
 
     Args:
+        kind: what find_answer_kind() returns for the rows.
         tokenizer: whose chat template has to write all of a row; None where it is not known.
 
     Raises:
         InputError: the rows are messages, and the tokenizer has no chat template.
     """
-    kind, chat = find_answer_kind(rows, form), None
+    chat = None
     if "messages" in kind and tokenizer is not None:
         if not tokenizer.chat_template:
             raise InputError(
@@ -57,7 +58,7 @@ def to_trl(rows, form: str, kind: str, split: bool = False):
     Args:
         rows: that answer_judge() does not refuse.
         form: of columns.FORMS.
-        kind: what find_answer_kind() returns for them.
+        kind: as answer_judge() took it.
         split: make a sample of every answer, with the conversation up to it as its prompt: for chat templates that do
             not mark what the assistant writes.
     """

@@ -118,7 +118,7 @@ def sift(
         InputError: bad rows that are not to be skipped; of a stream, when the first is read.
     """
     if any(rows is not None and not hasattr(rows, "__len__") for rows in parts):
-        keep = partial(_keep_of_stream, judge=judge, source=source, skip=skip, told=set())
+        keep = partial(_keep_of_stream, judge=judge, source=source, skip=skip, reported=set())
         return [rows and rows.filter(keep, with_indices=True) for rows in parts], BadRows()
     kept, refused = [], []
     for rows in parts:
@@ -147,14 +147,14 @@ def _judge_all(rows, judge: Judge) -> list[str | None]:
     return rows.map(judged, fn_kwargs={"version": __version__}, desc="checking rows", **settings)["refused"][:]
 
 
-def _keep_of_stream(row: dict, index: int, judge: Judge, source: str, skip: bool, told: set[str]) -> bool:
+def _keep_of_stream(row: dict, index: int, judge: Judge, source: str, skip: bool, reported: set[str]) -> bool:
     if (why := _why_refused(row, judge)) is None:
         return True
-    if skip and why in told:
+    if skip and why in reported:
         return False
     message = _message(row, judge, Place(source, index, dict(row)))
     if not skip:
         raise InputError(f"{message}; correct it, or leave such rows out by --skip_bad_rows")
-    told.add(why)
+    reported.add(why)
     say_once("note: skip_bad_rows: left out, with all rows like it: %s", message)
     return False

@@ -92,7 +92,9 @@ def check_prompt(row: dict, where, needed: tuple[str, ...] = ("prompt", "complet
         InputError: names the row.
     """
     for name in needed:
-        if _kind(row[name], f"{where}: {name}") == "messages" and is_blank([turn["content"] for turn in row[name]]):
+        if _kind(row[name], f"{where}: {name}") == "messages" and is_blank(
+            [turn.get("content") for turn in row[name]]
+        ):
             raise InputError(f"{where}: {name} is empty: fill it, or remove the row")
     for name in (*SYSTEM, "tools", *MEDIA):
         if not is_empty(row.get(name)):

@@ -69,7 +69,6 @@ def load_rows(
         if name not in splits:
             raise InputError(f"data set {source!r} has no split {name!r}; it has {', '.join(map(str, splits))}")
     rows, test = (without_columns(splits.get(name), ignore, source) for name in (split, held_out_split))
-    rows, test = (part and undecoded(part) for part in (rows, test))
     if pairs:
         form, unused = "pairs", check_pair_columns(_column_names(rows, source), source)
     else:
@@ -99,7 +98,7 @@ def local_path(source: str) -> Path:
     return path
 
 
-def undecoded(rows):
+def _undecoded(rows):
     """Rows whose media are files and bytes: `datasets` would decode columns of its own types, with other libraries."""
     from datasets import Image, List, Video
 
@@ -138,13 +137,18 @@ def say_once(message: str, *values) -> None:
 
 
 def open_splits(source: str, config: str | None = None, streaming: bool = False, with_media: bool = False) -> dict:
-    """The splits of a source by their names; of a file it is "train".
+    """The splits of a source by their names, with media as files and bytes; of a file it is "train".
 
     Args: as load_rows() takes them.
 
     Raises:
         InputError: there is no such source, or it cannot be read.
     """
+    opened = _open(source, config, streaming, with_media)
+    return {name: _undecoded(rows) for name, rows in opened.items()}
+
+
+def _open(source: str, config: str | None, streaming: bool, with_media: bool) -> dict:
     from datasets import Dataset, load_dataset, load_from_disk
 
     if source in ("builtin:documents", "builtin:questions", "builtin:preferences"):
@@ -161,8 +165,8 @@ def open_splits(source: str, config: str | None = None, streaming: bool = False,
         if with_media and path.is_dir() and (captioned := captioned_rows(path, source)):
             rows = Dataset.from_list(captioned)
             return {"train": rows.to_iterable_dataset() if streaming else rows}
-        if path.is_dir() and _is_plain_folder(path):
-            return _open_folder(path, source, streaming)
+        if path.is_dir() and (files := _files_of_rows(path)):
+            return {name: _rows_of(paths, source, streaming) for name, paths in _by_split(files).items()}
         return load_dataset(str(path) if path.is_dir() else source, config, streaming=streaming)
 
 
@@ -177,19 +181,19 @@ def _open_file(path: Path, source, streaming: bool) -> dict:
     return {"train": _rows_of([path], source, streaming)}
 
 
-def _open_folder(path: Path, source, streaming: bool) -> dict:
-    """The rows of a folder's files by the splits that their names have, "train" where they have none."""
+def _files_of_rows(folder: Path) -> list[Path]:
+    """The files of a folder that holds nothing but files of rows, beside a README and hidden files; else none."""
+    files = sorted(file for file in folder.iterdir() if not file.name.startswith((".", "README")))
+    return files if all(file.is_file() and file.suffix in READERS for file in files) else []
+
+
+def _by_split(files: list[Path]) -> dict[str, list[Path]]:
+    """Files by the splits that their names have, "train" where they have none."""
     splits: dict[str, list[Path]] = {}
-    for file in sorted(file for file in path.iterdir() if file.suffix in READERS):
+    for file in files:
         words = set(re.split(r"[^a-z]+", file.stem.lower()))
-        splits.setdefault(next((name for name, said in _SPLITS.items() if words & said), "train"), []).append(file)
-    return {name: _rows_of(files, source, streaming) for name, files in splits.items()}
-
-
-def _is_plain_folder(path: Path) -> bool:
-    """True of a folder of nothing but files of rows, beside a README."""
-    others = (file for file in path.iterdir() if not file.name.startswith((".", "README")))
-    return path.is_dir() and all(file.is_file() and file.suffix in READERS for file in others)
+        splits.setdefault(next((name for name, known in _SPLITS.items() if words & known), "train"), []).append(file)
+    return splits
 
 
 def _rows_of(paths: list[Path], source, streaming: bool):

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.data.answers import answer_judge
+from hf_memopt.data.answers import answer_judge, find_answer_kind, read_answer
 from hf_memopt.data.bad_rows import BadRows, sift
 from hf_memopt.data.columns import MEDIA, Judge, accepted, find_form
 from hf_memopt.data.pairs import PAIRS, check_pair_columns, check_prompt, pair_judge
-from hf_memopt.data.sources import local_path, open_splits, undecoded, without_columns
+from hf_memopt.data.sources import local_path, open_splits, without_columns
 from hf_memopt.data.tokens import check_text
 from hf_memopt.data.turns import joined_text
 from hf_memopt.errors import InputError, listed
@@ -119,7 +119,7 @@ def find_use(
     splits = open_splits(source, with_media=with_media)
     if "train" not in splits:
         raise InputError(f"data set {source!r} has no split 'train'; it has {', '.join(map(str, splits))}")
-    rows = undecoded(without_columns(splits["train"], ignore, source))
+    rows = without_columns(splits["train"], ignore, source)
     if not len(rows):
         raise InputError(f"data set {source!r} is empty: the split has no rows")
     return _of_rows(rows, source, task, with_media, _tokenizer(model), skip)
@@ -147,9 +147,9 @@ def _of_rows(rows, source: str, task: str | None, with_media: bool, tokenizer, s
         return _judged(rows, source, check_text, Use(task, None, media), skip)
     if media or with_media:
         return _judged(rows, source, conversation, Use(task, len(rows), media), skip)
-    judge = answer_judge(rows, form, tokenizer)
-    use = Use(task or "sft", len(rows), media)
-    return _judged(rows, source, judge, use, skip, tokenizer, partial(_answer_texts, judge))
+    kind = find_answer_kind(rows, form)
+    judge, texts_of = answer_judge(form, kind, tokenizer), partial(_answer_texts, form=form, kind=kind)
+    return _judged(rows, source, judge, Use(task or "sft", len(rows), media), skip, tokenizer, texts_of)
 
 
 def _judged(rows, source: str, judge: Judge, use: Use, skip: bool, tokenizer=None, texts_of=None) -> Use:
@@ -167,9 +167,9 @@ def _judged(rows, source: str, judge: Judge, use: Use, skip: bool, tokenizer=Non
     return replace(use, samples=samples, bad=bad, lengths=tuple(lengths), counted=tokenizer is not None)
 
 
-def _answer_texts(judge: Judge, row: dict) -> list:
+def _answer_texts(row: dict, form: str, kind: str) -> list:
     """A row's sample: a text, or messages."""
-    found = judge(row, "")
+    found = read_answer(row, "", form, kind)
     parts = [found[name] for name in ("text", "messages", "prompt", "completion") if name in found]
     return [parts[0] if len(parts) == 1 else parts[0] + parts[1]]
 

@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass, field
 
 from hf_memopt.data.answers import answer_judge, find_answer_kind, to_trl
+from hf_memopt.data.columns import Judge
 from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.data.sources import say_once
 from hf_memopt.data.tokens import IGNORED
@@ -46,12 +47,15 @@ def load_answers(job: Job, tokenizer):
     for name, instead in _NOT_TAKEN.items():
         if getattr(job.args, name) not in (None, "text"):
             raise InputError(f"{name} is not taken by this recipe: {instead}")
-    source = job.recipe.dataset_name or "builtin:questions"
+    source, kind = job.recipe.dataset_name or "builtin:questions", ""
+
+    def judge(source: str, rows, form: str) -> Judge:
+        nonlocal kind
+        kind = find_answer_kind(rows, form)
+        return answer_judge(form, kind, tokenizer)
+
     with job.args.main_process_first(desc="preparing data"):
-        train, held_out, form = load_job_rows(
-            job, source, lambda source, rows, form: answer_judge(rows, form, tokenizer)
-        )
-        kind = find_answer_kind(train, form)
+        train, held_out, form = load_job_rows(job, source, judge)
         split = _choose_loss(job, kind, tokenizer)
         train, held_out = (rows and to_trl(rows, form, kind, split) for rows in (train, held_out))
         if job.recipe.streaming:
