@@ -3,11 +3,12 @@
 Pages hold `<!-- =name -->the number<!-- = -->`, which fill_docs.py (make docs) writes, and a test compares.
 """
 
+import json
 from collections.abc import Callable
 from statistics import median
 
 from advised_logs import COUNTS, count
-from docs_tables.markdown import results
+from docs_tables.markdown import RESULTS, results
 
 from hf_memopt.estimator import step_time
 from hf_memopt.hardware import get_hardware
@@ -47,6 +48,16 @@ def _published(method: str) -> list[float]:
 
 def _script_errors() -> list[float]:
     return [row["error"] for row in _rows("estimator_scripts")]
+
+
+def _on_cards() -> list[float]:
+    """Errors of allocated bytes of the training jobs that make gpu measured."""
+    jobs = [
+        job
+        for path in sorted((RESULTS / "gpu").glob("*/tables.json"))
+        for job in json.loads(path.read_text(encoding="utf-8"))["Memory, predicted beside measured"]
+    ]
+    return [job["error of allocated_bytes"] for job in jobs if "error of allocated_bytes" in job]
 
 
 def _percent(value: float, digits: int = 1, sign: bool = False) -> str:
@@ -194,6 +205,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "main_job.steps": lambda: f"{_main_job()['steps']}",
     "estimator.families": lambda: f"{len({row['family'] for row in _rows('estimator_cpu')})}",
     "estimator.settings": lambda: f"{len({row['setting'] for row in _rows('estimator_cpu')})}",
+    "gpu.jobs": lambda: f"{len(_on_cards())}",
+    "gpu.worst": lambda: _percent(max(map(abs, _on_cards())), 2),
     "scripts.count": lambda: f"{len(_script_errors())}",
     "scripts.median": lambda: _middle(_script_errors(), 2),
     "scripts.largest": lambda: _percent(max(map(abs, _script_errors())), 1),

@@ -55,10 +55,8 @@ def errors_of(row: dict, predicted: dict) -> dict:
     """A job's bytes and relative errors; reserved bytes by the allocator that was in force."""
     measured = row["measured"]
     expandable = "expandable_segments:True" in (measured["allocator"] or "")
-    predicted = {
-        **predicted,
-        "reserved_bytes": predicted["reserved_bytes"]["expandable" if expandable else "segments"],
-    }
+    reserved = predicted["reserved_bytes"]["expandable" if expandable else "segments"]
+    predicted = {**predicted, "reserved_bytes": reserved, "device_bytes": reserved + predicted["beside_bytes"]}
     found = {"case": row["case"], "kind": row["settings"]["kind"], "outcome": measured["outcome_of_training"]}
     for name in BYTES:
         if measured[name] and measured["outcome_of_training"] == "trained":

@@ -68,6 +68,15 @@ TABLE = (
     # PR 86509). The 1343 MiB of transformers' guide of 2022 are all kernels at once, under CUDA 11.2.
     Constant(
         name="context_bytes",
+        value=764 * MIB,
+        unit="bytes",
+        source="measured beside ten training jobs on an H100 and an H200 (torch 2.11, CUDA 13.0, driver 580.159.04): "
+        "benchmarks/results/gpu",
+        backends=("cuda",),
+        capability=(9.0, 9.9),
+    ),
+    Constant(
+        name="context_bytes",
         value=512 * MIB,
         unit="bytes",
         source="426 MiB where CUDA starts (torch 2.10, CUDA 13.0, RTX 6000 Ada: unslothai/unsloth-zoo PR 1053); "

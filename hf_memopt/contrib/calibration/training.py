@@ -315,7 +315,7 @@ def predict(setting: Setting, device) -> dict[str, Any]:
     return {
         "allocated_bytes": estimate.peak_allocated_bytes,
         "reserved_bytes": estimate.reserved_bytes,
-        "device_bytes": estimate.device_bytes,
+        "beside_bytes": estimate.device_bytes - estimate.peak_reserved_bytes,
         "phase": estimate.phase,
         "fits": estimate.fits,
         "step_seconds": setting.fields.get("gradient_accumulation_steps", 1) * micro + seconds.optimizer,

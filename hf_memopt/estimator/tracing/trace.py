@@ -24,6 +24,7 @@ from hf_memopt.estimator.accounting.work import Work
 from hf_memopt.estimator.patches.fake_cluster import fake_cluster, fully_shard_model
 from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
 from hf_memopt.estimator.patches.liger import counted_liger
+from hf_memopt.estimator.patches.math_attention import counted_math_attention
 from hf_memopt.estimator.patches.replacement import check, replaced
 from hf_memopt.estimator.patches.ring_attention import ring_attention
 from hf_memopt.estimator.patches.table import Part
@@ -267,6 +268,8 @@ def _random_states(job: TracedJob, ledger: Ledger) -> Iterator[None]:
 def _kernels(job: TracedJob):
     """Replace kernels that the job asks for by name."""
     with contextlib.ExitStack() as stack:
+        if job.backend in ("cuda", "rocm"):
+            stack.enter_context(counted_math_attention(job.capability))
         if any(map(flash_attention, job.attention)):
             stack.enter_context(counted_flash_attention(job.capability, job.padded, job.attention))
         if job.trainer is not None and generates(job.trainer.original):

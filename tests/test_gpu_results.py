@@ -1,0 +1,33 @@
+"""Training jobs that were measured on cards: what is predicted for them today, on this machine."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT))
+from hf_memopt.contrib.calibration.training import Setting, predict
+from hf_memopt.hardware import Hardware
+
+RUNS = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results/gpu").glob("*/results.json"))]
+JOBS = {
+    f"{run['hardware']['name']}: {row['case']}": (run["hardware"], row)
+    for run in RUNS
+    for row in run["rows"]
+    if row["part"] in ("estimator", "speed") and row["outcome"] == "measured"
+}
+# Attention by torch's math kernel; the others have the same kernels as one another.
+QUICK = "h200: estimator/full 0.5B, fp32"
+
+
+@pytest.mark.parametrize(
+    "name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in JOBS if name != QUICK)]
+)
+def test_a_card_allocated_what_is_predicted(name):
+    device, row = JOBS[name]
+    predicted, measured = predict(Setting(**row["settings"]), Hardware(**device)), row["measured"]
+    assert predicted["allocated_bytes"] == pytest.approx(measured["allocated_bytes"], rel=2e-4)
+    assert predicted["reserved_bytes"]["expandable"] == pytest.approx(measured["reserved_bytes"], rel=0.035)
+    beside = measured["device_bytes"] - measured["reserved_bytes"]
+    assert predicted["beside_bytes"] == pytest.approx(beside, rel=0.025)
