@@ -26,9 +26,11 @@ def small(hardware):
     return estimate(AutoConfig.for_model("llama", **SHAPE), fields, 256, hardware, dtype="float32")
 
 
-def test_a_context_does_not_depend_on_the_architecture():
-    """CUDA's version and torch's decide whether all kernels are loaded at once."""
-    assert len({context(get_hardware(name)) for name in ("t4", "v100_32gb", "rtx_3090", "h100_80gb")}) == 1
+@pytest.mark.parametrize(
+    ("hardware", "size"), [("t4", 512), ("v100_32gb", 512), ("rtx_3090", 512), ("h100_80gb", 764), ("b200", 512)]
+)
+def test_a_context_is_hoppers_as_measured_or_assumed(hardware, size):
+    assert context(get_hardware(hardware)) == size * MIB
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_tables_hold_errors_by_kind_and_what_was_not_measured():
     predicted = {
         "allocated_bytes": 110,
         "reserved_bytes": {"segments": 190, "expandable": 1},
-        "device_bytes": 400,
+        "beside_bytes": 230,
         "step_seconds": 1.0,
     }
     rows = [row("a"), row("b", "oom", measured={"hits": ["forward 3"]}), row("c", outcome="failed", reason="why\n|")]
@@ -95,6 +95,7 @@ def test_tables_hold_errors_by_kind_and_what_was_not_measured():
     made = tables.build(results, {json.dumps(SETTINGS, sort_keys=True): predicted})
     (line,) = [line for line in made["Error by kind"] if line["kind"] == "LoRA"]
     assert line["mean error of allocated_bytes"] == 0.1 and line["mean error of reserved_bytes"] == 0.05
+    assert line["mean error of device_bytes"] == 0.05  # 190 of the segments in force and 230 beside them, of 400
     assert made["Speed"][0]["predicted over measured"] == 0.5
     assert made["oom"] == [{"case": "b", "hits": ["forward 3"]}]
     refused = tables.build(results, {json.dumps(SETTINGS, sort_keys=True): {"refused": "not modelled yet"}})
