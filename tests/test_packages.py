@@ -178,3 +178,16 @@ def test_exported_jobs_say_what_they_install(target, command, tmp_path):
     assert (
         done.returncode == 2 and "train.sh: hf_memopt cannot be installed from nowhere: put its wheel" in done.stderr
     )
+
+
+def test_a_checkout_that_is_not_installed_names_the_package(monkeypatch):
+    from importlib import metadata
+
+    from hf_memopt import packages
+
+    def nothing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", nothing)
+    assert packages.how_to_install("torchvision") == "pip install torchvision"
+    assert packages.how_to_install("PIL") == "pip install pillow"
