@@ -47,9 +47,9 @@ def how_to_install(package: str, extra: str | None = None) -> str:
     """A command for a package that works in every installation: what its extra asks for; else its own name."""
     if package == "deepspeed" and sys.platform != "linux":
         return "it is for Linux alone"  # setup.cfg asks for it nowhere else
-    # Installed, it knows its extras; a checkout on PYTHONPATH does not.
-    if (extra := extra or EXTRAS.get(package)) and installed_versions(["hf_memopt"]):
-        return " ".join(["pip install", *dict.fromkeys(f"'{requirement}'" for requirement in _requirements(extra))])
+    with contextlib.suppress(metadata.PackageNotFoundError):  # a checkout on PYTHONPATH does not know its extras
+        if extra := extra or EXTRAS.get(package):
+            return " ".join(["pip install", *dict.fromkeys(f"'{each}'" for each in _requirements(extra))])
     return f"pip install {_ON_PYPI.get(package, package.replace('_', '-'))}"
 
 

@@ -188,6 +188,6 @@ def test_a_checkout_that_is_not_installed_names_the_package(monkeypatch):
     def nothing(name):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(metadata, "version", nothing)
+    monkeypatch.setattr(metadata, "requires", nothing)
     assert packages.how_to_install("torchvision") == "pip install torchvision"
     assert packages.how_to_install("PIL") == "pip install pillow"
