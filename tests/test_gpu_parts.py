@@ -149,3 +149,20 @@ def test_every_part_is_rehearsed_though_the_first_run_is_killed(tmp_path):
     assert rows["oom/card too small"]["measured"]["weights_error"] < 1e-3
     page = (tmp_path / "rehearsal" / "tables.md").read_text()
     assert "## Error by kind" in page and "say nothing about a card" in page
+
+
+def test_a_wheel_of_bitsandbytes_keeps_the_library_of_one_cuda(tmp_path):
+    import zipfile
+
+    from benchmarks.gpu.wheels import keep_one_library
+
+    wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"
+    libraries = [f"bitsandbytes/libbitsandbytes_{name}.so" for name in ("cpu", "cuda118", "cuda130", "rocm70")]
+    with zipfile.ZipFile(wheel, "w") as made:
+        for name in ("bitsandbytes/__init__.py", *libraries):
+            made.writestr(name, name)
+    keep_one_library(wheel, "cuda130")
+    with zipfile.ZipFile(wheel) as kept:
+        assert kept.namelist() == ["bitsandbytes/__init__.py", libraries[0], libraries[2]]
+        assert kept.read(libraries[2]).decode() == libraries[2]
+    assert list(tmp_path.iterdir()) == [wheel]
