@@ -141,6 +141,15 @@ def _profiles() -> dict[str, Any]:
         exported=_list(_TEXT),
         durations={"type": "object", "additionalProperties": _duration()},
         edits=_or_none(_object(keys=_ANY, diff=_TEXT)),
+        data=_or_none(
+            _object(
+                rows=_INTEGER,
+                bad_rows={"type": "object", "additionalProperties": _INTEGER},
+                longer=_INTEGER,
+                longest=_or_none(_INTEGER),
+                tokens_are={"enum": ["counted", "estimated"]},
+            )
+        ),
     )
     answer["properties"]["quick"] = {"const": True, "description": "by sketches; absent of other plans"}
     return answer
