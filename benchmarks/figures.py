@@ -3,12 +3,12 @@
 Pages hold `<!-- =name -->the number<!-- = -->`, which fill_docs.py (make docs) writes, and a test compares.
 """
 
-import json
 from collections.abc import Callable
 from statistics import median
 
 from advised_logs import COUNTS, count
 from docs_tables.markdown import RESULTS, results
+from docs_tables.memory import card_errors
 
 from hf_memopt.estimator import step_time
 from hf_memopt.hardware import get_hardware
@@ -51,13 +51,7 @@ def _script_errors() -> list[float]:
 
 
 def _on_cards() -> list[float]:
-    """Errors of allocated bytes of the training jobs that make gpu measured."""
-    jobs = [
-        job
-        for path in sorted((RESULTS / "gpu").glob("*/tables.json"))
-        for job in json.loads(path.read_text(encoding="utf-8"))["Memory, predicted beside measured"]
-    ]
-    return [job["error of allocated_bytes"] for job in jobs if "error of allocated_bytes" in job]
+    return [error for folder in sorted((RESULTS / "gpu").iterdir()) for error in card_errors(folder, "allocated")]
 
 
 def _percent(value: float, digits: int = 1, sign: bool = False) -> str:

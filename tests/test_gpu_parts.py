@@ -166,3 +166,5 @@ def test_a_wheel_of_bitsandbytes_keeps_the_library_of_one_cuda(tmp_path):
         assert kept.namelist() == ["bitsandbytes/__init__.py", libraries[0], libraries[2]]
         assert kept.read(libraries[2]).decode() == libraries[2]
     assert list(tmp_path.iterdir()) == [wheel]
+    with pytest.raises(SystemExit, match="has cpu, cuda130, and not cuda99"):
+        keep_one_library(wheel, "cuda99")

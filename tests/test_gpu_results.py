@@ -7,6 +7,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT))
+from benchmarks.gpu.tables import PREDICTED
 from hf_memopt.contrib.calibration.training import Setting, predict
 from hf_memopt.hardware import Hardware
 
@@ -15,7 +16,7 @@ JOBS = {
     f"{run['hardware']['name']}: {row['case']}": (run["hardware"], row)
     for run in RUNS
     for row in run["rows"]
-    if row["part"] in ("estimator", "speed") and row["outcome"] == "measured"
+    if row["part"] in PREDICTED and row["outcome"] == "measured"
 }
 # Attention by torch's math kernel; the others have the same kernels as one another.
 QUICK = "h200: estimator/full 0.5B, fp32"

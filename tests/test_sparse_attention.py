@@ -328,12 +328,10 @@ def test_an_estimate_for_cuda_counts_flex_attention(memory):
     """A block mask, and nothing of tokens × tokens; by source, not measured on a GPU."""
 
     def peak(memory: dict, hardware: str) -> int:
+        # bf16, since sdpa, which it is compared with, has no fused kernel for grouped heads in fp32.
         found = estimate(
             deep(),
-            {
-                "per_device_train_batch_size": 4,
-                "bf16": hardware != "cpu",
-            },  # in fp32 sdpa has no fused kernel for groups
+            {"per_device_train_batch_size": 4, "bf16": hardware != "cpu"},
             2048,
             hardware,
             memory_args=MemoryArguments(**memory),

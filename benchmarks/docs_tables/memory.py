@@ -118,14 +118,22 @@ def _constants(files: list[DeviceFile]) -> str:
     return table(heads, rows)
 
 
+def card_errors(folder: Path, kind: str) -> list[float]:
+    """Errors of a kind of bytes (allocated | reserved | device) of the training jobs that make gpu measured.
+
+    Args:
+        folder: of a device.
+    """
+    path = folder / "tables.json"
+    tables = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    name = f"error of {kind}_bytes"
+    return [job[name] for job in tables.get("Memory, predicted beside measured", []) if name in job]
+
+
 def _card_errors(runs: list[tuple[Path, dict]]) -> str:
     rows = []
     for folder, content in runs:
-        path = folder / "tables.json"
-        tables = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        jobs = tables.get("Memory, predicted beside measured", [])
-        columns = [f"error of {kind}_bytes" for kind in ("allocated", "reserved", "device")]
-        errors = [[job[name] for job in jobs if name in job] for name in columns]
+        errors = [card_errors(folder, kind) for kind in ("allocated", "reserved", "device")]
         date = max((row["date"] for row in content["rows"]), default="")
         rows.append(
             [

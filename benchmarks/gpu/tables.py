@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.gpu.case import load
+from hf_memopt.contrib.calibration.measurements import predicted_reserved
 from hf_memopt.files import write_whole
 
 GIB = 2**30
@@ -54,8 +55,7 @@ def build(results: dict, predictions: dict) -> dict[str, list[dict]]:
 def errors_of(row: dict, predicted: dict) -> dict:
     """A job's bytes and relative errors; reserved bytes by the allocator that was in force."""
     measured = row["measured"]
-    expandable = "expandable_segments:True" in (measured["allocator"] or "")
-    reserved = predicted["reserved_bytes"]["expandable" if expandable else "segments"]
+    reserved = predicted_reserved({**measured, "predicted": predicted})
     predicted = {**predicted, "reserved_bytes": reserved, "device_bytes": reserved + predicted["beside_bytes"]}
     found = {"case": row["case"], "kind": row["settings"]["kind"], "outcome": measured["outcome_of_training"]}
     for name in BYTES:

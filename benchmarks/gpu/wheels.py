@@ -76,10 +76,14 @@ def fetch(args: argparse.Namespace, pinned: str) -> str:
 
 def keep_one_library(wheel: Path, device: str) -> None:
     """Drop the libraries of all devices but the CPU and one, such as cuda130. pip does not miss them."""
-    smaller = wheel.with_suffix(".smaller")
+    smaller, pattern = wheel.with_suffix(".smaller"), r"bitsandbytes/libbitsandbytes_(\w+)\.so"
+    with zipfile.ZipFile(wheel) as old:
+        found = [match[1] for name in old.namelist() if (match := re.fullmatch(pattern, name))]
+    if device not in found:
+        raise SystemExit(f"error: --cuda: bitsandbytes has {', '.join(found)}, and not {device}")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as new:
         for item in old.infolist():
-            library = re.fullmatch(r"bitsandbytes/libbitsandbytes_(\w+)\.so", item.filename)
+            library = re.fullmatch(pattern, item.filename)
             if library is None or library[1] in ("cpu", device):
                 new.writestr(item, old.read(item))
     smaller.replace(wheel)

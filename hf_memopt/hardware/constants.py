@@ -64,8 +64,6 @@ def _matmul(share: float, source: str, **where) -> Constant:
 
 # The first row that applies to a device counts.
 TABLE = (
-    # Whatever the card: since 1.13 torch has CUDA load kernels at their first use (CUDA_MODULE_LOADING=LAZY, pytorch
-    # PR 86509). The 1343 MiB of transformers' guide of 2022 are all kernels at once, under CUDA 11.2.
     Constant(
         name="context_bytes",
         value=764 * MIB,
@@ -75,6 +73,8 @@ TABLE = (
         backends=("cuda",),
         capability=(9.0, 9.9),
     ),
+    # Whatever other card: since 1.13 torch has CUDA load kernels at their first use (CUDA_MODULE_LOADING=LAZY, pytorch
+    # PR 86509). The 1343 MiB of transformers' guide of 2022 are all kernels at once, under CUDA 11.2.
     Constant(
         name="context_bytes",
         value=512 * MIB,

@@ -11,10 +11,10 @@ from unittest import mock
 import torch
 
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.patches.math_attention import FUSED
 from hf_memopt.hardware import Hardware
 from hf_memopt.levers import attention_pattern
 
-_fused_attention = torch.nn.functional.scaled_dot_product_attention  # as imported: a trace may replace it
 _BLOCK = 128  # tokens: flex_attention._DEFAULT_SPARSE_BLOCK_SIZE
 
 
@@ -76,7 +76,7 @@ def _attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
     heads, groups = query.shape[1], query.shape[1] // key.shape[1]
     if grouped := not heads & (heads - 1):  # for other head counts transformers repeats keys and values
         groups = 1
-    output = _fused_attention(
+    output = FUSED(
         query, _repeated(key, groups), _repeated(value, groups), is_causal=True, scale=scaling, enable_gqa=grouped
     )
     if output.grad_fn is not None:

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-_FUSED = functional.scaled_dot_product_attention
+FUSED = functional.scaled_dot_product_attention  # as imported: what a trace may replace
 _HALVES = (torch.bfloat16, torch.float16)
 _FLASH = 8.0  # the lowest compute capability of fused kernels of 16 bits that take groups
 
@@ -47,7 +47,7 @@ def _chosen(capability: float | None) -> Callable:
             dtype = torch.get_autocast_dtype(query.device.type)
         groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
         if is_fused(dtype, groups > 1, capability):
-            return _FUSED(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return FUSED(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         tensors = [each.to(dtype) for each in (query, key, value)]
         with torch.autocast(query.device.type, enabled=False):
             return _attend(*tensors, attn_mask, dropout_p, is_causal, scale, groups)

@@ -266,7 +266,7 @@ def _random_states(job: TracedJob, ledger: Ledger) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernels(job: TracedJob):
-    """Replace kernels that the job asks for by name."""
+    """Replace kernels that the device runs otherwise, or that the job asks for by name."""
     with contextlib.ExitStack() as stack:
         if job.backend in ("cuda", "rocm"):
             stack.enter_context(counted_math_attention(job.capability))
