@@ -21,7 +21,6 @@ from pathlib import Path
 from record import RESULTS, kept, record
 
 from hf_memopt.cli.estimate import settle_job
-from hf_memopt.cli.foreign import left_open
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.architectures import list_architectures, load_config
@@ -34,7 +33,7 @@ from hf_memopt.foreign.translate import Translation
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.plan import plan_job
-from hf_memopt.planner.settle import PLANNED_TASKS
+from hf_memopt.planner.settle import PLANNED_TASKS, left_open
 
 DATA = Path(__file__).parent / "data" / "experts.toml"
 TABLES = {table.name: table for table in list_tables().values()}

@@ -10,7 +10,7 @@ from hf_memopt.estimator.spec_job import read_model
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner import nearest
 from hf_memopt.planner.choices import Choice
-from hf_memopt.planner.nearest import Combination, _estimates, _falls_short, _needs, _sentence, _smaller, _weights
+from hf_memopt.planner.nearest import Combination, _estimates, _falls_short, _needs, _proposal, _smaller, _weights
 from hf_memopt.planner.settle import settle
 from hf_memopt.units import GIB
 
@@ -44,7 +44,7 @@ def test_only_deepspeed_far_below_the_limit_needs_no_estimate(choice, gibs, cert
 def test_a_sketch_says_about():
     certain = combination(ZERO3, 16 * GIB)
     assert _estimates([certain]) == [None]
-    assert _sentence(certain, None) == "8 × cards, strategy zero3: about 16.00 GiB"
+    assert _proposal(certain, None).text == "8 × cards, strategy zero3: about 16.00 GiB"
 
 
 def test_other_models_are_proposed_after_the_family():
@@ -59,7 +59,7 @@ def test_smaller_models_are_tried_with_single_samples(monkeypatch):
     """Where the weights alone are too large, the choice that needs the least may have any micro-batch."""
     tried = []
     monkeypatch.setattr(nearest, "_estimates", lambda mixes: tried.extend(mixes) or [None] * len(mixes))
-    monkeypatch.setattr(nearest, "_sentence", lambda *_: None)
+    monkeypatch.setattr(nearest, "_proposal", lambda *_: None)
     spec = settle(read_model(JobSpec(model="gpt-oss-120b", hardware="rtx_3060", method="lora")), "lora")
     nearest._smaller_models(spec, Choice("none", 16, 2, 1.0, "adamw_torch_fused", "bfloat16"))
     assert len(tried) == 4 and {(mix.choice.micro_batch, mix.choice.accumulation) for mix in tried} == {(1, 32)}

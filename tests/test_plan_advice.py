@@ -12,7 +12,7 @@ from hf_memopt.estimator.result import Estimate
 from hf_memopt.planner.alternatives import left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choice_jobs import start_search
 from hf_memopt.planner.choices import list_choices
-from hf_memopt.planner.nearest import Combination, _sentence
+from hf_memopt.planner.nearest import Combination, _proposal
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.presets import METHODS, get_preset
 from hf_memopt.units import GIB, MIB
@@ -143,8 +143,8 @@ def test_a_change_that_lacks_host_memory_says_how_much(searched):
     offloading = next(choice for choice in search.choices if choice.optimizer_offloaded)
     few = replace(spec, host_memory=replace(spec.host_memory or _host(), bytes=24 * GIB))
     needs = replace(as_estimate(GIB), host_bytes=26 * GIB)
-    assert "and --host-memory 26: 1.00 GiB" in _sentence(Combination({"dtype": 1}, ["x"], few, offloading), needs)
-    assert _sentence(Combination({}, ["a smaller model"], few, offloading), needs) is None
+    assert "and --host-memory 26: 1.00 GiB" in _proposal(Combination({"dtype": 1}, ["x"], few, offloading), needs).text
+    assert _proposal(Combination({}, ["a smaller model"], few, offloading), needs) is None
 
 
 def _host():

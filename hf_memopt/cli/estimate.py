@@ -48,23 +48,24 @@ def run_estimate(
     import_libraries()
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.spec_job import spec_job
-    from hf_memopt.estimator.suggestions import largest_savings, smallest_combination
+    from hf_memopt.estimator.suggestions import largest_savings
     from hf_memopt.estimator.tracing.parallel import on_all_cores
     from hf_memopt.estimator.trainer_job import TrainerJob
 
     working(f"reading the configuration of {spec.model}")  # of the hub, perhaps
-    spec = settle_job(spec)
+    asked, spec = spec, settle_job(spec)
     _say_task(spec)
     preset, job = spec.preset, spec_job(spec)
     working(f"tracing the steps of {spec.model}")
     estimate = estimate_job(job, on_all_cores)
     savings = []
-    if (levers or estimate.fits is False) and not isinstance(job, TrainerJob):  # a Trainer's batch is made
+    if estimate.fits is False:
+        from hf_memopt.cli.changes import fitting_changes
+
+        savings = fitting_changes(asked, spec, job, estimate, settle_job)
+    if levers and not isinstance(job, TrainerJob):  # a Trainer's batch is made
         working("estimating which changes save most")
-        savings = largest_savings(job, estimate, map_fn=on_all_cores)
-    if estimate.fits is False and not any(saving.fits for saving in savings):
-        working("looking for the smallest combination of changes that fits")
-        savings = [*filter(None, [smallest_combination(job, estimate, on_all_cores)]), *savings]
+        savings += largest_savings(job, estimate, map_fn=on_all_cores)
     if plot_file:
         from hf_memopt.estimator.plot import plot
 

@@ -23,11 +23,6 @@ from hf_memopt.terminal import say
 from hf_memopt.yaml_values import read_yaml_file
 
 _SHOWN = 12  # keys of a list
-# Fields that a plan chooses.
-_PLANNED = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("activation_checkpointing", "activation_checkpointing_kwargs", "deepspeed", "fsdp", "fsdp_config"),
-)
 
 
 def read_job(
@@ -87,22 +82,6 @@ def run_migrate(file: str, folder: str | None, overwrite: bool, settings: list[s
     files = migrated_files(spec, translation, place)
     write_folder(place, files, overwrite)
     return say(f"wrote {', '.join(str(place / name) for name in sorted(files))}: sh {place / 'launch.sh'}")
-
-
-def left_open(spec: JobSpec) -> JobSpec:
-    """A file's job for a plan, which chooses anew what memory and speed depend on; the effective batch stays."""
-    devices = spec.world_size or split_count(spec.hardware)[1]
-    training = {key: value for key, value in spec.training.items() if key not in _PLANNED}
-    if spec.method == "full" and training.get("optim") in ("adamw_torch", "adamw_torch_fused"):
-        del training["optim"]
-    batch = [spec.training.get(key, 1) for key in _PLANNED[:2]]
-    return replace(
-        spec,
-        world_size=devices,
-        training=training,
-        memory_args=replace(spec.memory_args, optimizer_in_backward=False),
-        effective_batch_size=spec.effective_batch_size or batch[0] * batch[1] * devices,
-    )
 
 
 def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str]:

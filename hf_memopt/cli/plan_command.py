@@ -161,7 +161,7 @@ def plan(
 ) -> None:
     """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
     from hf_memopt.cli.cards import ANY, CardOptions
-    from hf_memopt.cli.foreign import left_open, read_job
+    from hf_memopt.cli.foreign import read_job
     from hf_memopt.cli.plan import ExportOptions, check_frames, run_frames, run_lengths, run_plan, run_which_card
     from hf_memopt.cli.speed import AmountOptions
     from hf_memopt.cli.words import check_words
@@ -233,6 +233,8 @@ def plan(
     if source is not None:
         if export:
             raise InputError("--export writes files of the recipes: hf-memopt migrate FILE DIR does so of a file")
+        from hf_memopt.planner.settle import left_open
+
         spec = left_open(spec)
     # The rows of a data set are an amount, too, and are counted when they are read.
     counted = "1" if dataset and tokens is None and samples is None else samples

@@ -26,7 +26,8 @@ from hf_memopt.levers.facts import Facts
 from hf_memopt.planner.choice_jobs import choice_job, smallest_choices, trace_sketch
 from hf_memopt.planner.choices import Choice, available_strategies, list_choices
 from hf_memopt.planner.devices import resolve_preset
-from hf_memopt.planner.search import resident_bytes
+from hf_memopt.planner.proposals import Proposal
+from hf_memopt.planner.search import Search, resident_bytes
 from hf_memopt.planner.settle import attention_layers
 from hf_memopt.planner.sketch import Sketch
 from hf_memopt.planner.streaming import excessive_weights
@@ -84,8 +85,10 @@ class Combination:
         return all(self.levels.get(name, 0) >= level for name, level in other.levels.items())
 
 
-def nearest_changes(spec: JobSpec, search, smallest_choice: Choice, say: Callable[[str], None]) -> list[str]:
-    """The smallest combinations of changes that make the job fit, and smaller models, as sentences.
+def nearest_changes(
+    spec: JobSpec, search: Search, smallest_choice: Choice, say: Callable[[str], None]
+) -> list[Proposal]:
+    """The smallest combinations of changes that make the job fit, and smaller models.
 
     Args:
         spec: a JobSpec for which nothing fits.
@@ -95,22 +98,23 @@ def nearest_changes(spec: JobSpec, search, smallest_choice: Choice, say: Callabl
     """
     say("looking for the smallest changes that would fit")
     combinations = sorted(_fitting(spec, search.sketch, smallest_choice, say), key=attrgetter("size"))
-    sentences: dict[int, str | None] = {}  # by place; None for what does not fit
+    tried: dict[int, Proposal | None] = {}  # by place; None for what does not fit
     for _ in range(_ROUNDS):
-        standing = {place: mix for place, mix in enumerate(combinations) if sentences.get(place, "untried")}
+        standing = {place: mix for place, mix in enumerate(combinations) if tried.get(place, mix)}
         smallest = [
             place
             for place, mix in standing.items()
             if not any(mix is not other and mix.contains(other) for other in standing.values())
         ]
-        new = [place for place in smallest[:_PROPOSED] if place not in sentences]
+        new = [place for place in smallest[:_PROPOSED] if place not in tried]
         for place, estimate in zip(new, _estimates([standing[place] for place in new]), strict=True):
-            sentences[place] = _sentence(standing[place], estimate)
-            if sentences[place] is None and isinstance(estimate, Estimate):
+            tried[place] = _proposal(standing[place], estimate)
+            if tried[place] is None and isinstance(estimate, Estimate):
                 short = [other for other, mix in standing.items() if _falls_short(mix, standing[place], estimate)]
-                sentences |= dict.fromkeys(short)
-    proposed = [text for _, text in sorted(sentences.items()) if text]
-    return proposed[:_PROPOSED] + _smaller_models(spec, smallest_choice)
+                tried |= dict.fromkeys(short)
+    return [tried[place] for place in sorted(tried) if tried[place]][:_PROPOSED] + _smaller_models(
+        spec, smallest_choice
+    )
 
 
 def _estimates(combinations: list[Combination]) -> list[Estimate | InputError | None]:
@@ -135,11 +139,11 @@ def _falls_short(mix: Combination, failed: Combination, estimate: Estimate) -> b
     return mix.sketched * resident_bytes(failed.choice, estimate) > _DOUBT * mix.spec.memory_budget * failed.sketched
 
 
-def _sentence(combination: Combination, estimate: Estimate | InputError | None) -> str | None:
+def _proposal(combination: Combination, estimate: Estimate | InputError | None) -> Proposal | None:
     """The combination with its estimate, or its sketch where that suffices; None where it does not fit."""
     spec, texts = combination.spec, list(combination.texts)
     if combination.certain:
-        return f"{' and '.join(texts)}: about {gib(combination.sketched)}"
+        return Proposal(texts, combination.sketched, spec=spec, choice=combination.choice, sketched=True)
     if estimate is None or isinstance(estimate, InputError):
         return None
     if (needed := resident_bytes(combination.choice, estimate)) > spec.memory_budget:
@@ -151,8 +155,8 @@ def _sentence(combination: Combination, estimate: Estimate | InputError | None) 
         return None
     if exceeds or "host" in combination.levels:
         texts.append(f"--host-memory {-(-estimate.host_bytes // GIB)}")
-    host = f", {gib(estimate.host_bytes)} of host memory" if offloads else ""
-    return f"{' and '.join(texts)}: {gib(needed)}{host}"
+    host = estimate.host_bytes if offloads else None
+    return Proposal(texts, needed, host, spec, combination.choice)
 
 
 def _fitting(spec: JobSpec, sketch: Sketch, smallest: Choice, say: Callable[[str], None]) -> Iterator[Combination]:
@@ -281,7 +285,7 @@ def _texts(texts: list[str], before, after, choice: Choice) -> list[str]:
     return [*texts, f"--strategy {choice.strategy}"] if fixed not in ("none", choice.strategy) else texts
 
 
-def _smaller_models(spec: JobSpec, smallest: Choice) -> list[str]:
+def _smaller_models(spec: JobSpec, smallest: Choice) -> list[Proposal]:
     """The largest smaller model of the family that fits, else another; of a model without weights the nearest smaller
     sizes."""
     if spec.task not in TRL_TASKS and "per_device_train_batch_size" not in spec.training:
@@ -295,14 +299,14 @@ def _smaller_models(spec: JobSpec, smallest: Choice) -> list[str]:
             directions.append([(_as_config(sizes), _of_sizes(spec, sizes)) for sizes in steps])
     if (video := spec.video) and (fewer := video.halved()):
         directions.append([(f"max_frames={fewer.frames}", replace(spec, video=fewer))])
-    sentences: dict[int, str] = {}  # by direction
+    found: dict[int, Proposal] = {}  # by direction
     for step in range(_MODELS):
-        pending = [place for place, steps in enumerate(directions) if place not in sentences and step < len(steps)]
+        pending = [place for place, steps in enumerate(directions) if place not in found and step < len(steps)]
         steps = (directions[place][step] for place in pending)
         smaller = [Combination({}, [text], changed, smallest) for text, changed in steps]
-        texts = map(_sentence, smaller, _estimates(smaller))
-        sentences |= {place: text for place, text in zip(pending, texts, strict=True) if text}
-    return [text for _, text in sorted(sentences.items())]
+        fitting = map(_proposal, smaller, _estimates(smaller))
+        found |= {place: replace(one, choice=None) for place, one in zip(pending, fitting, strict=True) if one}
+    return [found[place] for place in sorted(found)]
 
 
 def _apart(models: list[tuple[str, JobSpec]]) -> list[tuple[str, JobSpec]]:

@@ -18,7 +18,8 @@ from hf_memopt.planner.fallbacks import fallbacks
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.profiles import Plan, Profile
 from hf_memopt.planner.search import Search, summarize
-from hf_memopt.planner.settle import of_one_length, settle
+from hf_memopt.planner.proposals import Proposal, set_words
+from hf_memopt.planner.settle import left_open, of_one_length, settle
 from hf_memopt.planner.shared_samples import shared_samples
 from hf_memopt.planner.streaming import excessive_weights, lacks_memory, streaming_spec, what_lacks, with_host_memory
 from hf_memopt.planner.trl_choices import trl_space
@@ -107,9 +108,28 @@ def plan_job(spec: JobSpec, say: Callable[[str], None] = lambda text: None) -> P
     if spec.method == "any":  # a Preset is of one method
         methods = (spec.hardware.method,) if isinstance(spec.hardware, Preset) else METHODS
     plan = _answer(spec, methods, say)
+    if not plan.profiles and not spec.quick and (opened := left_open(spec)) != spec:
+        say("nothing fits with the settings that are given: leaving them open")
+        plan = replace(plan, proposals=_opened(spec, plan_job(opened, say)))
     shared = shared_samples(plan.spec, plan.usual.choice if plan.profiles else None)
-    known = [shared.text] if shared and shared.fits and not plan.profiles else []
-    return replace(plan, shared=shared, nearest=[*known, *plan.nearest])
+    known = [Proposal((), note=shared.text)] if shared and shared.fits and not plan.profiles else []
+    return replace(plan, shared=shared, proposals=[*known, *plan.proposals])
+
+
+def _opened(spec: JobSpec, plan: Plan) -> list[Proposal]:
+    """The proposals of a plan that left open what the user of a spec had set."""
+    usual = plan.profiles and plan.usual
+    found = [Proposal((), usual.estimate.device_bytes, None, plan.spec, usual.choice)] if usual else plan.proposals
+    return [replace(one, changes=[*_given_up(spec, one), *one.changes]) if one.choice else one for one in found]
+
+
+def _given_up(spec: JobSpec, proposal: Proposal) -> list[str]:
+    """The settings of a spec that a proposal has otherwise."""
+    preset = proposal.choice.configured(proposal.spec.preset)
+    fields = {**preset.training, **proposal.choice.fields(preset, proposal.spec.training)}
+    if proposal.spec.method != spec.method:  # whose optimizer is its own
+        fields["optim"] = spec.training.get("optim")
+    return set_words({name: fields.get(name) for name, value in spec.training.items() if fields.get(name) != value})
 
 
 def check_asked(spec: JobSpec) -> None:
@@ -171,7 +191,7 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     if not plans:
         if instead := _fallback(request, searches, rejected, say):
             return instead
-        nearest: list[str] = []
+        nearest: list[Proposal] = []
         if not request.quick and (streamed := _streamed(searches, rejected, nearest, say)):
             return streamed
         method = [*searches][-1]
@@ -209,7 +229,7 @@ def _make_plan(spec: JobSpec, search: Search, profiles: list[Profile], rejected:
     return replace(result, link=search.cost.link_bound(result.usual.choice))
 
 
-def _streamed(searches: dict, rejected: list[Rejected], nearest: list[str], say) -> Plan | None:
+def _streamed(searches: dict, rejected: list[Rejected], nearest: list[Proposal], say) -> Plan | None:
     """The plan of the first method that fits with frozen weights in host memory; None where none does.
 
     Args:
@@ -251,7 +271,9 @@ def _numbered(say: Callable[[str], None], method: str, methods: tuple[str, ...])
     return lambda text: say(f"method {methods.index(method) + 1} of {len(methods)}: {text}")
 
 
-def _nothing_fits(spec: JobSpec, search: Search | None, rejected: list[Rejected], nearest: list[str], say) -> Plan:
+def _nothing_fits(
+    spec: JobSpec, search: Search | None, rejected: list[Rejected], nearest: list[Proposal], say
+) -> Plan:
     """The plan of a job that does not fit: what is missing.
 
     Args:
@@ -267,8 +289,9 @@ def _nothing_fits(spec: JobSpec, search: Search | None, rejected: list[Rejected]
     estimate, budget = search.estimates.get(smallest), spec.memory_budget
     if estimate and search.needs(smallest) <= budget:
         change = f"--host-memory {-(-estimate.host_bytes // GIB)}"
-        return Plan(spec, [], rejected, estimate.host_bytes - spec.host_memory.bytes, [change])
-    if not spec.quick:
+        host = Proposal([change], int(search.needs(smallest)), estimate.host_bytes, spec, smallest)
+        return Plan(spec, [], rejected, estimate.host_bytes - spec.host_memory.bytes, [host])
+    if not spec.quick and left_open(spec) == spec:  # what its user set is given up first
         nearest = [*nearest, *nearest_changes(spec, search, smallest, say)]
     return Plan(spec, [], rejected, int(search.needs(smallest)) - budget, nearest)
 

@@ -14,6 +14,7 @@ from hf_memopt.packages import how_to_install, is_installed
 from hf_memopt.planner.alternatives import Alternative, Rejected
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.data_use import Use
+from hf_memopt.planner.proposals import Proposal
 from hf_memopt.planner.search import summarize
 from hf_memopt.planner.shared_samples import SharedSamples
 from hf_memopt.planner.trl_choices import trl_space
@@ -70,7 +71,7 @@ class Plan:
         profiles: the profiles, from safe to maximum; empty where nothing fits.
         rejected: methods and kinds of settings that do not fit or gain nothing, with reasons.
         missing_bytes: where nothing fits, what the smallest settings lack, of the device or else of the host.
-        nearest: where nothing fits, changes that would make it fit.
+        proposals: where nothing fits, changes with which something does.
         plain: what the balanced profile (or the safest) would be with every layer checkpointed, without host memory
             and rounding; None where it is so.
         methods: with method "any", the settings of each method that fits, the planned one among them.
@@ -84,7 +85,7 @@ class Plan:
     profiles: list[Profile]
     rejected: list[Rejected]
     missing_bytes: int | None = None
-    nearest: list[str] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)
     plain: Alternative | None = None
     methods: list[Alternative] = field(default_factory=list)
     link: str | None = None
@@ -105,6 +106,11 @@ class Plan:
             f"{profile.name}: {profile.summary}: {profile.estimate}".splitlines()[0] for profile in self.profiles
         )
         return f"{head}, {preset.method}, {spec.effective_batch_size} samples a step\n" + "\n".join(profiles)
+
+    @property
+    def nearest(self) -> list[str]:
+        """The proposals, each with what the job then needs."""
+        return [proposal.text for proposal in self.proposals]
 
     @property
     def usual(self) -> Profile:

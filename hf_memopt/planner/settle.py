@@ -15,7 +15,7 @@ from hf_memopt.field_values import fit
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.planner.devices import resolve_preset
+from hf_memopt.planner.devices import resolve_preset, split_count
 from hf_memopt.planner.trl_choices import TrlSpace, trl_space
 from hf_memopt.presets import Preset
 from hf_memopt.presets.batch import EFFECTIVE_BATCH, batch_settings
@@ -29,6 +29,11 @@ PLANNED_TASKS = (
     *("token-classification", "question-answering", "multiple-choice"),
 )
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+# TrainingArguments fields that a plan chooses.
+_PLANNED = (
+    *_BATCH,
+    *("activation_checkpointing", "activation_checkpointing_kwargs", "deepspeed", "fsdp", "fsdp_config"),
+)
 
 
 def of_one_length(spec: JobSpec, methods: tuple[str, ...]) -> JobSpec:
@@ -82,6 +87,26 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
         seq_len=spec.seq_len or longest_sample(spec.config, preset.seq_len),
         effective_batch_size=batch,
         training=training,
+    )
+
+
+def left_open(spec: JobSpec) -> JobSpec:
+    """The job with what its user set of a plan's own settings left open; the effective batch stays.
+
+    So is torch's optimizer where all weights are trained, whose states may be what fills the device.
+    """
+    training = {key: value for key, value in spec.training.items() if key not in _PLANNED}
+    if spec.method == "full" and training.get("optim") in ("adamw_torch", "adamw_torch_fused"):
+        del training["optim"]
+    devices = spec.hardware.processes if isinstance(spec.hardware, Preset) else split_count(spec.hardware)[1]
+    devices = spec.world_size or devices
+    batch = [spec.training.get(name, 1 if spec.tool else 0) for name in _BATCH]
+    return replace(
+        spec,
+        world_size=devices if spec.tool else spec.world_size,
+        training=training,
+        memory_args=replace(spec.memory_args, optimizer_in_backward=False),
+        effective_batch_size=spec.effective_batch_size or batch[0] * batch[1] * devices or None,
     )
 
 

@@ -12,6 +12,7 @@ from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.choices import SearchSpace
+from hf_memopt.planner.proposals import Proposal
 from hf_memopt.planner.search import Search
 from hf_memopt.units import GIB, gib
 
@@ -91,15 +92,15 @@ def what_lacks(spec: JobSpec, search: Search) -> str:
     )
 
 
-def with_host_memory(spec: JobSpec, search: Search) -> str | None:
-    """The limit of host memory with which a spec with streamed weights fits, as a sentence; None for none."""
+def with_host_memory(spec: JobSpec, search: Search) -> Proposal | None:
+    """The limit of host memory with which a spec with streamed weights fits; None for none."""
     shares = {choice.streamed: choice for choice in reversed(_fitting(spec, search))}
     for choice in sorted(shares.values(), key=search.host_bytes)[:_TRIES]:
         search.estimate([choice])
         estimate = search.estimates[choice]
         if estimate is not None and estimate.device_bytes <= spec.memory_budget:
-            memory = -(-estimate.host_bytes // GIB)
-            return f"--host-memory {memory} (frozen weights are streamed from there): {gib(estimate.device_bytes)}"
+            change = f"--host-memory {-(-estimate.host_bytes // GIB)} (frozen weights are streamed from there)"
+            return Proposal([change], estimate.device_bytes, spec=spec, choice=choice)
     return None
 
 

@@ -1,0 +1,79 @@
+"""What `hf-memopt estimate` proposes for a job that does not fit: what a plan of the same step would change."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hf_memopt.cli.output import working
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.job import Job
+from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.spec_job import spec_job
+from hf_memopt.estimator.suggestions import Saving, largest_savings, smallest_combination
+from hf_memopt.estimator.tracing.parallel import on_all_cores
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.planner.choice_jobs import choice_job
+from hf_memopt.planner.plan import plan_job
+from hf_memopt.planner.proposals import Proposal, differences, set_words
+from hf_memopt.planner.settle import left_open
+
+_MOST = 4  # proposals
+
+
+def fitting_changes(asked: JobSpec, settled: JobSpec, job: Job, estimate: Estimate, settle) -> list[Saving]:
+    """The changes with which a job fits, best first; where no plan describes the job, those that save most.
+
+    Args:
+        asked: as its user asked for it.
+        settled: with its preset.
+        estimate: the job's, which does not fit.
+        settle: makes `settled` of `asked`.
+    """
+    try:
+        plan = plan_job(_planned(asked, settled, job), working)
+    except InputError:  # an engine's own settings, a task that plans do not know, samples that devices share
+        working("looking for the smallest combination of changes that fits")
+        savings = largest_savings(job, estimate, map_fn=on_all_cores)
+        if not any(saving.fits for saving in savings):
+            savings = [*filter(None, [smallest_combination(job, estimate, on_all_cores)]), *savings]
+        return savings
+    found: Iterable[Proposal] = plan.proposals
+    if plan.profiles:
+        usual = plan.usual
+        found = [Proposal((), usual.estimate.device_bytes, None, plan.spec, usual.choice)]
+    texts = ((_words(one, asked, settled, settle), one) for one in [*found][:_MOST])
+    return [Saving(text, estimate.device_bytes - one.device_bytes, True) for text, one in texts]
+
+
+def _planned(asked: JobSpec, settled: JobSpec, job: Job) -> JobSpec:
+    """The same step, as `plan` is asked for it."""
+    micro, accumulation = (
+        job.fields.get(name, usual)
+        for name, usual in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
+    )
+    spec = replace(
+        asked,
+        preset=None,
+        hardware=asked.hardware or asked.preset or "auto",
+        seq_len=asked.seq_len or job.seq_len,
+        effective_batch_size=micro * accumulation * settled.preset.batches(job.world_size),
+        memory_args=asked.memory_args or MemoryArguments(),
+    )
+    return left_open(spec) if spec.tool else spec
+
+
+def _words(proposal: Proposal, asked: JobSpec, settled: JobSpec, settle) -> str:
+    """A proposal as a command line takes it, to the last setting."""
+    spec, choice, changes = proposal.spec, proposal.choice, list(proposal.changes)
+    if choice is None:
+        return proposal.note or " and ".join(changes)
+    strategy = choice.strategy if choice.strategy != settled.preset.strategy else asked.strategy
+    if strategy != asked.strategy and not any("strategy" in change for change in changes):
+        changes.append(f"--strategy {strategy}")
+    moved = {"method": spec.method, "strategy": strategy, "world_size": spec.preset.processes}
+    lora = spec.lora if spec.method != "full" else {}
+    base = spec_job(settle(replace(asked, **moved, seq_len=spec.seq_len, lora=lora)))
+    own = set_words({f"lora.{name}": value for name, value in lora.items() if asked.lora.get(name) != value})
+    said = " ".join(changes)
+    words = [word for word in [*own, *differences(base, choice_job(spec, choice))] if word not in said]
+    return " and ".join([*changes, " ".join(words)] if words else changes)

@@ -1,0 +1,91 @@
+"""What is proposed for a job that does not fit: estimate and plan say the same, and it fits as it is written."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+from random_jobs import random_job
+
+from hf_memopt.cli.changes import fitting_changes
+from hf_memopt.cli.estimate import settle_job
+from hf_memopt.cli.settings import command_spec
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.api import estimate_job
+from hf_memopt.estimator.spec_job import spec_job
+from hf_memopt.planner.plan import plan_job
+
+_CARD = {"name": "a small card", "backend": "cuda", "architecture": "8.9", "bandwidth": "1 TB/s"}
+_CARD |= {"bf16_flops": "100 TFLOPS", "host_link": "20 GB/s", "peer_link": "20 GB/s"}
+
+
+def job_that_does_not_fit(number: int, folder):
+    """The command line of a random job and its estimate, on a card that has less than it needs."""
+    row = random_job(number, depths=(2, 3))
+    model = folder / "config.json"
+    model.write_text(json.dumps(row["config"]))
+    options = {name: row[name] for name in ("method", "seq_len", "strategy")}
+    # Logits of so many tokens are larger than a context.
+    options |= {"model": str(model), "seq_len": 8 * row["seq_len"], "world_size": row["world_size"]}
+
+    def asked(memory: int, settings=row["settings"], **changed):
+        hardware = json.dumps(_CARD | {"memory": memory})
+        return command_spec(settings, hardware=hardware, **{**options, **changed})
+
+    estimate = estimate_job(spec_job(settle_job(asked(2**40))))
+    share = (0.2, 0.4, 0.6, 0.8)[number % 4]
+    memory = int(estimate.device_bytes - share * estimate.peak_allocated_bytes)
+    return asked, memory, row["settings"]
+
+
+def applied(text: str, asked, memory: int, settings: list[str]):
+    """The job of a command line with the words of a proposal."""
+    moved = {}
+    if found := re.match(r"(\d+) × .*?, strategy (\w+)", text):
+        moved |= {"world_size": int(found[1]), "strategy": found[2]}
+    words = shlex.split(re.sub(r"\([^)]*\)", "", text))
+    pairs = [(words[place], words[place + 1]) for place, word in enumerate(words) if word.startswith("--")]
+    names = {"--method": "method", "--strategy": "strategy", "--seq-len": "seq_len"}
+    moved |= {names[key]: int(value) if key == "--seq-len" else value for key, value in pairs if key in names}
+    own = dict(setting.split("=", 1) for setting in settings)
+    if "method" in moved:
+        own.pop("optim", None)  # the method's own
+    own |= dict(value.split("=", 1) for key, value in pairs if key == "--set")
+    return asked(memory, [f"{name}={value}" for name, value in own.items()], **moved)
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, *(pytest.param(n, marks=pytest.mark.sweep) for n in range(100, 160))])
+def test_estimate_and_plan_propose_the_same_and_it_fits(number, tmp_path):
+    try:
+        asked, memory, settings = job_that_does_not_fit(number, tmp_path)
+        spec = asked(memory)
+        settled = settle_job(spec)
+        job = spec_job(settled)
+    except InputError:
+        pytest.skip("refused")
+    estimate = estimate_job(job)
+    assert estimate.fits is False
+    proposed = fitting_changes(spec, settled, job, estimate, settle_job)
+    try:
+        # The same step: a plan's own is of 32 samples.
+        whole = job.fields["per_device_train_batch_size"] * job.fields["gradient_accumulation_steps"]
+        whole *= settled.preset.batches(job.world_size)
+        plan = plan_job(replace(spec, effective_batch_size=whole))
+    except InputError:
+        assert proposed == [] or all(saving.saved_bytes > 0 for saving in proposed)
+        return
+    if plan.profiles:
+        needed, first = plan.usual.estimate.device_bytes, ""
+        assert proposed[0].change
+    elif not plan.proposals:
+        assert proposed == []
+        return
+    else:
+        needed, first = plan.proposals[0].device_bytes, " and ".join(plan.proposals[0].changes)
+    assert proposed[0].change.startswith(first)
+    assert estimate.device_bytes - proposed[0].saved_bytes == needed <= memory
+    if plan.profiles or plan.proposals[0].choice and not plan.proposals[0].sketched:
+        text = proposed[0].change
+        after = estimate_job(spec_job(settle_job(applied(text, asked, memory, settings))))
+        assert after.fits and after.device_bytes == needed, text
