@@ -85,7 +85,7 @@ def test_estimate_and_plan_propose_the_same_and_it_fits(number, tmp_path):
         needed, first = plan.proposals[0].device_bytes, " and ".join(plan.proposals[0].changes)
     assert proposed[0].change.startswith(first)
     assert estimate.device_bytes - proposed[0].saved_bytes == needed <= memory
-    if plan.profiles or plan.proposals[0].choice and not plan.proposals[0].sketched:
+    if plan.profiles or (plan.proposals[0].choice and not plan.proposals[0].sketched):
         text = proposed[0].change
         after = estimate_job(spec_job(settle_job(applied(text, asked, memory, settings))))
         assert after.fits and after.device_bytes == needed, text

@@ -34,7 +34,7 @@ from hf_memopt.planner.streaming import excessive_weights
 from hf_memopt.planner.trl_choices import fewest_samples
 from hf_memopt.presets import METHODS
 from hf_memopt.presets.preset import with_strategy
-from hf_memopt.units import GIB, gib
+from hf_memopt.units import GIB
 
 _OFFLOAD = "zero3_offload_cpu"  # what a single device may give to its host
 _SHORTEST = 128  # tokens

@@ -17,8 +17,8 @@ from hf_memopt.planner.choices import Choice, memory_arguments
 from hf_memopt.planner.fallbacks import fallbacks
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.profiles import Plan, Profile
-from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.proposals import Proposal, set_words
+from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import left_open, of_one_length, settle
 from hf_memopt.planner.shared_samples import shared_samples
 from hf_memopt.planner.streaming import excessive_weights, lacks_memory, streaming_spec, what_lacks, with_host_memory
