@@ -54,7 +54,7 @@ def test_a_presets_8bit_optimizer_is_no_memory_feature(method, spec_of_a_small_m
     spec = spec_for(spec_of_a_small_model.config, method, hardware="rtx_4090")
     settings, _, choice = next(_features(spec))
     assert settings == "all layers checkpointed" and ("8bit" in choice.optim) == (method == "qlora")
-    assert not choice.offloads and not choice.chunked_loss and not choice.compressed
+    assert not choice.offloads and not choice.knobs
 
 
 def test_several_devices_and_videos_are_refused(spec_of_a_small_model):

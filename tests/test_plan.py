@@ -251,7 +251,7 @@ def test_a_choice_becomes_hugging_faces_words():
     choice = Choice("none", 2, 4, 1 / 3, "adamw_8bit", "float32")
     kwargs = choice.configured(preset).training["activation_checkpointing_kwargs"]
     assert kwargs == {"use_reentrant": False, "every_n_layers": 3} and not choice.memory_fields()
-    uneven = dataclasses.replace(choice, checkpointed=2 / 3, chunked_loss=True)
+    uneven = dataclasses.replace(choice, checkpointed=2 / 3, knobs=frozenset({"loss_chunk_size"}))
     assert uneven.memory_fields() == {"loss_chunk_size": 1024, "checkpoint_ratio": 2 / 3}
     offloaded = dataclasses.replace(choice, checkpointed=1.0, inputs_offloaded=True).configured(preset)
     assert offloaded.training["activation_checkpointing_kwargs"] == {"use_reentrant": False, "offload": True}

@@ -114,7 +114,11 @@ def test_a_kind_of_settings_is_left_out_by_the_variant_that_lost(searched, monke
     """Not by its fastest with more features, which lost by more."""
     spec, search = searched
     chosen = next(choice for choice in search.choices if search.is_plain(choice) and not choice.checkpointed)
-    compressed = [choice for choice in search.choices if choice.compressed and search.fits(choice, spec.memory_budget)]
+    compressed = [
+        choice
+        for choice in search.choices
+        if "activation_compression" in choice.knobs and search.fits(choice, spec.memory_budget)
+    ]
     lost = max(compressed, key=search.seconds.get)
     monkeypatch.setattr(search, "choices", [lost, *search.choices])
     assert lost != min(compressed, key=search.seconds.get)
@@ -140,7 +144,7 @@ def test_an_alternative_is_the_one_that_would_be_planned(searched, monkeypatch):
 def test_a_change_that_lacks_host_memory_says_how_much(searched):
     """16-bit weights and two more GiB of host memory were not proposed where twice as many cards were."""
     spec, search = searched
-    offloading = next(choice for choice in search.choices if choice.optimizer_offloaded)
+    offloading = next(choice for choice in search.choices if "optimizer_cpu_offload" in choice.knobs)
     few = replace(spec, host_memory=replace(spec.host_memory or _host(), bytes=24 * GIB))
     needs = replace(as_estimate(GIB), host_bytes=26 * GIB)
     assert "and --host-memory 26: 1.00 GiB" in _proposal(Combination({"dtype": 1}, ["x"], few, offloading), needs).text

@@ -50,7 +50,15 @@ def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, met
     monkeypatch.setenv("MACHINE_RANK", "1")
     monkeypatch.setenv("MAIN_PROCESS_IP", "10.0.0.1")
     preset = resolve_preset(hardware, method, strategy)
-    choice = Choice(preset.strategy, 1, 64 // preset.processes, 1.0, "adamw_torch", preset.dtype, chunked_loss=True)
+    choice = Choice(
+        preset.strategy,
+        1,
+        64 // preset.processes,
+        1.0,
+        "adamw_torch",
+        preset.dtype,
+        knobs=frozenset({"loss_chunk_size"}),
+    )
     spec = small_spec(preset)
     memory_args = memory_arguments(MemoryArguments(memory_profile="aggressive"), choice)
     profile = Profile("maximum", 0.94, choice, choice.configured(preset), memory_args, None, 1.0, 1.0)

@@ -66,8 +66,8 @@ def test_what_costs_complexity_saves_more_than_a_tenth_of_the_time(spec_and_sear
 def test_rounding_beside_a_rounding_optimizer_costs_too():
     """A card's QLoRA preset has an 8-bit optimizer, which does not make 8-bit activations free."""
     plain = Choice("none", 4, 8, 1.0, "paged_adamw_8bit", "bfloat16")
-    assert replace(plain, compressed=True).complexities == plain.complexities + 1
-    both = replace(plain, compressed=True, inputs_offloaded=True)
+    assert replace(plain, knobs=frozenset({"activation_compression"})).complexities == plain.complexities + 1
+    both = replace(plain, knobs=frozenset({"activation_compression"}), inputs_offloaded=True)
     assert both.complexities == plain.complexities + 2
 
 
@@ -175,7 +175,7 @@ def test_checkpointed_inputs_go_to_the_host_by_one_way(spec_and_search):
     """transformers' own: through activation_offload they stay on the device once backward has fetched them."""
     _, search = spec_and_search
     assert any(choice.inputs_offloaded for choice in search.choices)
-    assert not any(choice.activations_offloaded and choice.checkpointed == 1 for choice in search.choices)
+    assert not any("activation_offload" in choice.knobs and choice.checkpointed == 1 for choice in search.choices)
 
 
 def test_why_safe_depends_on_the_host_is_said():

@@ -101,7 +101,7 @@ def test_micro_batches_of_kto_have_two_samples():
 
 
 def test_losses_are_left_to_trl():
-    assert not any(choice.chunked_loss for choice in list_choices(spec("dpo", method="lora")))
+    assert not any("loss_chunk_size" in choice.knobs for choice in list_choices(spec("dpo", method="lora")))
     assert dict(space("dpo").left_out()).keys() == {"padding_free", "use_liger_kernel"}
     assert not space("reward").left_out()
 

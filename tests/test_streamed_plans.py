@@ -74,7 +74,7 @@ def test_plans_say_where_the_link_bounds_the_speed(monkeypatch):
     monkeypatch.setattr(Cost, "_micro", lambda self, choice: 2.5)
     choice = Choice("none", 1, 1, 1.0, "adamw_torch", "bfloat16", streamed=1.0)
     assert cost.copying(choice) == 2 and cost.link_bound(choice) is None
-    said = cost.link_bound(replace(choice, activations_offloaded=True))
+    said = cost.link_bound(replace(choice, knobs=frozenset({"activation_offload"})))
     assert said.endswith("a micro-batch computes for 2.5 s, and its weights take 3 s to arrive")
 
 
@@ -93,7 +93,7 @@ def test_what_is_missing_is_host_memory():
     spec = SimpleNamespace(memory_budget=10 * GIB, host_memory=HostMemory(16 * GIB, "a small box"))
     said = "needs about 20.00 GiB of host memory, of 16.00 GiB (a small box; --host-memory sets the limit)"
     assert what_lacks(spec, search) == said
-    assert with_host_memory(spec, search).startswith("--host-memory 21 (") and list(found) == [some]
+    assert with_host_memory(spec, search).text.startswith("--host-memory 21 (") and list(found) == [some]
     spec.memory_budget = 7 * GIB
     assert what_lacks(spec, search) == "needs about 8.00 GiB with weights in host memory, of 7.00 GiB"
     assert with_host_memory(spec, search) is None

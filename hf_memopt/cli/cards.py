@@ -175,10 +175,11 @@ def _brief(choice) -> str:
     parts.append(f"{choice.micro_batch}×{choice.accumulation}")
     if choice.checkpointed:
         parts.append("ckpt" if choice.checkpointed == 1 else f"ckpt {choice.checkpointed:.0%}")
-    parts += ["8-bit activations"] * choice.compressed + ["8-bit optim"] * ("8bit" in choice.optim)
-    host = (choice.activations_offloaded or choice.inputs_offloaded, choice.optimizer_offloaded)
-    parts += [f"{what} on host" for what, on in zip(("activations", "optimizer"), host, strict=True) if on]
-    return ", ".join(parts)
+    short = [knob.short for knob in choice.on if knob.short and not knob.on_host] + ["8-bit optim"] * (
+        "8bit" in choice.optim
+    )
+    short += ["activations on host"] * choice.inputs_offloaded + [knob.short for knob in choice.on if knob.on_host]
+    return ", ".join([*parts, *short])
 
 
 def _summary(answer, first, fastest) -> list[str]:

@@ -18,6 +18,7 @@ from hf_memopt.foreign.source import Source, is_command, is_source, read_source
 from hf_memopt.foreign.translate import Translation
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.planner.choices import KNOBS
 from hf_memopt.planner.devices import split_count
 from hf_memopt.terminal import say
 from hf_memopt.yaml_values import read_yaml_file
@@ -92,9 +93,8 @@ def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str]:
         "training.gradient_accumulation_steps": choice.accumulation,
         "training.activation_checkpointing": choice.checkpointed > 0,
         "inputs_offloaded": choice.inputs_offloaded,
-        "memory.loss_chunk_size": choice.chunked_loss,
         "training.optim": choice.optim,
-        "memory.optimizer_in_backward": choice.in_backward,
+        **{f"memory.{knob.name}": knob.name in choice.knobs for knob in KNOBS},
     }
     if choice.strategy not in ("none", "ddp"):
         ours["strategy"] = choice.strategy

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_memopt.levers.change import Change
+from hf_memopt.levers.knob import Knob
 
 
 @dataclass
@@ -17,6 +18,7 @@ class Feature:
         choices: fields and their values beside None.
         order: features are put on a model in rising order, equal ones as MemoryArguments lists them.
         proposed: the change that estimates try where memory is short.
+        planned: how plans choose it.
     """
 
     above_zero: ClassVar[tuple[str, ...]] = ()
@@ -24,6 +26,7 @@ class Feature:
     choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     order: ClassVar[int] = 0
     proposed: ClassVar[Change | None] = None
+    planned: ClassVar[tuple[Knob, ...]] = ()
 
     @staticmethod
     def check(on) -> None:

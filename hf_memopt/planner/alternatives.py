@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.planner.choices import Choice
+from hf_memopt.planner.choices import KNOBS, Choice
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.units import gib
 
@@ -147,20 +147,21 @@ def _comparison(relative_time: float, best: Choice, fastest: Choice) -> str:
     return f"{text}: too small a gain for {' and '.join(costs) or 'more features'}"
 
 
+_FAMILIES = tuple(dict.fromkeys(knob.family for knob in KNOBS if knob.family))
+
+
 def _families(choice: Choice) -> list[str]:
     if choice.strategy != "none":
         return [choice.strategy]
     named = []
     if not choice.levers:
         named.append("no memory feature")
-    if not choice.checkpointed and not choice.compressed and not choice.activations_offloaded:
+    if not choice.checkpointed and not any(knob.group == "activations" for knob in choice.on):
         named.append("all activations kept")
-    if choice.compressed:
-        named.append("8-bit activations")
-    if choice.activations_offloaded or choice.inputs_offloaded:
-        named.append("activations in host memory")
-    if choice.optimizer_offloaded:
-        named.append("optimizer states in host memory")
+    families = {knob.family for knob in choice.on} | (
+        {"activations in host memory"} if choice.inputs_offloaded else set()
+    )
+    named += [family for family in _FAMILIES if family in families]
     if 0 < choice.streamed < 1:
         named.append("some layers' weights in host memory")
     return named + choice.trl.families()

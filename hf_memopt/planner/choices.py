@@ -18,13 +18,11 @@ from hf_memopt.estimator.tracing.model import supports_checkpointing
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_tasks import model_task
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.change import CHUNK
+from hf_memopt.levers.arguments import FEATURES, MemoryArguments
 from hf_memopt.levers.changes import ADAM_8BIT
 from hf_memopt.levers.facts import Facts
-from hf_memopt.levers.features.activations import ACTIVATION_OFFLOAD, COMPRESSION
-from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
 from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
+from hf_memopt.levers.knob import Knob
 from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.packages import is_installed
 from hf_memopt.planner.trl_choices import NO_TRL, TrlChoice, trl_space
@@ -39,6 +37,8 @@ _SHARES_OF_ENGINES = (0.0, 1 / 2, 1.0)  # fewer: an estimate under an engine tak
 _STREAMED_SHARES = (1 / 4, 1 / 2, 3 / 4, 1.0)  # of the layers
 _FEW_LAYERS = 8  # a model of at most so many may checkpoint any number of them
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu", "fsdp2_offload_cpu")
+# Memory features that a plan switches on and off, as their files declare them.
+KNOBS: tuple[Knob, ...] = tuple(knob for feature in FEATURES for knob in feature.planned)
 ZERO_OFFLOAD = "zero2_offload_cpu"  # stands for every offload of DeepSpeed's on one device
 
 
@@ -57,14 +57,10 @@ class Choice:
         accumulation: micro-batches per optimizer step.
         checkpointed: share of the layers whose activations are checkpointed, 0 to 1.
         inputs_offloaded: the inputs that checkpointed layers keep are in host memory.
-        chunked_loss: the loss computes logits of CHUNK tokens at a time.
+        knobs: names of the KNOBS that are on.
         optim: as in TrainingArguments.
         optim_rounds: it is an 8-bit one where the search has an exact one, too (full fine-tuning).
         dtype: of the loaded weights.
-        compressed: activations in 8 bits.
-        activations_offloaded: activations in host memory between forward and backward.
-        optimizer_offloaded: optimizer states in host memory, one device.
-        in_backward: each weight is updated in backward and its gradient freed, one device.
         paged: optimizer states leave the device where it has no room for them (full fine-tuning).
         streamed: share of the layers whose frozen weights are in host memory, with the embeddings; 0 without.
         trl: what TRL's trainer of a task adds.
@@ -77,11 +73,7 @@ class Choice:
     optim: str
     dtype: str
     inputs_offloaded: bool = False
-    chunked_loss: bool = False
-    compressed: bool = False
-    activations_offloaded: bool = False
-    optimizer_offloaded: bool = False
-    in_backward: bool = False
+    knobs: frozenset[str] = frozenset()
     paged: bool = False
     optim_rounds: bool = False
     streamed: float = 0.0
@@ -98,50 +90,39 @@ class Choice:
             "training.activation_checkpointing": self.checkpointed > 0,
             "memory.checkpoint_ratio": 0 < self.checkpointed < 1,
             "inputs_offloaded": self.inputs_offloaded,
-            "memory.loss_chunk_size": self.chunked_loss,
-            "memory.activation_compression": self.compressed,
-            "memory.activation_offload": self.activations_offloaded,
-            "memory.optimizer_cpu_offload": self.optimizer_offloaded,
-            "memory.optimizer_in_backward": self.in_backward,
             "memory.weight_streaming": self.streamed > 0,
             "precomputed": self.trl.precomputed,
             f"strategy.{self.strategy}": self.strategy not in ("none", "ddp"),
             f"optim.{self.optim}": True,
         }
-        return {name for name, needed in switches.items() if needed}
+        return {name for name, needed in switches.items() if needed} | {f"memory.{name}" for name in self.knobs}
+
+    @functools.cached_property
+    def on(self) -> tuple[Knob, ...]:
+        """The knobs that are on, in their order."""
+        return tuple(knob for knob in KNOBS if knob.name in self.knobs)
 
     @property
     def levers(self) -> int:
         """The number of memory features that are on: of equally fast choices the one with fewest is chosen."""
-        switches = (
-            self.checkpointed > 0,
-            self.inputs_offloaded,
-            self.chunked_loss,
-            self.compressed,
-            self.activations_offloaded,
-            self.optimizer_offloaded,
-            self.in_backward,
-            self.streamed > 0,
-            self.optim_rounds,
-        )
-        return sum(switches) + self.trl.levers
+        switches = (self.checkpointed > 0, self.inputs_offloaded, self.streamed > 0, self.optim_rounds)
+        return sum(switches) + len(self.knobs) + self.trl.levers
+
+    @property
+    def moves_activations(self) -> bool:
+        """True if activations go to host memory and come back."""
+        return self.inputs_offloaded or any(knob.moves_activations for knob in self.on)
 
     @property
     def offloads(self) -> int:
         """The number of them that need host memory and its link to the device."""
-        return (
-            self.inputs_offloaded
-            + self.activations_offloaded
-            + self.optimizer_offloaded
-            + self.paged
-            + (self.streamed > 0)
-            + self.engine.offloads
-        )
+        own = self.inputs_offloaded + self.paged + (self.streamed > 0) + self.engine.offloads
+        return own + sum(knob.on_host for knob in self.on)
 
     @property
     def approximations(self) -> int:
         """The number of them that round values that the method keeps exact."""
-        return self.compressed + self.optim_rounds
+        return self.optim_rounds + sum(knob.rounds for knob in self.on)
 
     @property
     def complexities(self) -> int:
@@ -151,16 +132,8 @@ class Choice:
     def memory_fields(self) -> dict[str, Any]:
         """The MemoryArguments fields that it sets."""
         fields: dict[str, Any] = {}
-        if self.chunked_loss:
-            fields |= LOSS_CHUNKS.settings
-        if self.compressed:
-            fields |= COMPRESSION.settings
-        if self.activations_offloaded:
-            fields |= ACTIVATION_OFFLOAD.settings
-        if self.optimizer_offloaded:
-            fields["optimizer_cpu_offload"] = OPTIMIZER_OFFLOAD.settings["optimizer_cpu_offload"]
-        if self.in_backward:
-            fields["optimizer_in_backward"] = True
+        for knob in self.on:
+            fields |= knob.settings
         if self.streamed:
             fields |= {"weight_streaming": True, "weight_streaming_ratio": self.streamed}
         if 0 < self.checkpointed < 1 and not self._every_n():
@@ -189,7 +162,7 @@ class Choice:
             training |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
         training["optim"] = self.optim
         # The compiler itself decides which activations are kept, and needs the weights in place.
-        if self.compressed or self.activations_offloaded or self.streamed:
+        if self.streamed or any(knob.group == "activations" for knob in self.on):
             training.pop("torch_compile", None)
         return replace(
             preset,
@@ -238,22 +211,21 @@ class SearchSpace:
         for strategy in self._strategies():
             layers = self._checkpointing(strategy)
             for optimizer in self._optimizers(strategy):
-                for micro, (checkpointed, inputs), (compressed, offloaded), chunked, streamed in itertools.product(
-                    self._micro_batches(), layers, self._activations(strategy), self._losses(), self._streamed()
+                own = optimizer.pop("knobs", frozenset())
+                for micro, (checkpointed, inputs), knobs, streamed in itertools.product(
+                    self._micro_batches(), layers, self._knobs(strategy), self._streamed()
                 ):
-                    if inputs and (compressed or offloaded):
+                    if inputs and not knobs.isdisjoint(("activation_compression", "activation_offload")):
                         continue  # both would take the layers' inputs
-                    if offloaded and checkpointed == 1 and (1.0, True) in layers:
-                        continue  # activation_offload holds the inputs that backward has fetched until its end
+                    if "activation_offload" in knobs and checkpointed == 1 and (1.0, True) in layers:
+                        continue  # it holds the inputs that backward has fetched until its end
                     choice = Choice(
                         strategy=strategy,
                         micro_batch=micro,
                         accumulation=self._samples // micro,
                         checkpointed=checkpointed,
                         inputs_offloaded=inputs,
-                        chunked_loss=chunked,
-                        compressed=compressed,
-                        activations_offloaded=offloaded,
+                        knobs=knobs | own,
                         streamed=streamed,
                         **optimizer,
                     )
@@ -332,22 +304,19 @@ class SearchSpace:
         offloads = offloads and stack_has("transformers", OFFLOADED_INPUTS)
         return [(share, False) for share in shares] + ([(1.0, True)] if offloads else [])
 
-    def _activations(self, strategy: str) -> list[tuple[bool, bool]]:
-        """(compressed, offloaded), of activations between forward and backward."""
-        fixed = self.spec.memory_args.activation_compression or self.spec.memory_args.activation_offload
-        if fixed or engine_named(strategy).shards_weights:
-            return [(False, False)]
-        return [(False, False), (True, False)] + ([(False, True)] if self.spec.preset.hardware.discrete_memory else [])
+    def _knobs(self, strategy: str) -> list[frozenset[str]]:
+        """The names of knobs that go together, of those that the job lets a plan switch."""
+        groups: dict[str, list[frozenset[str]]] = {}
+        for knob in KNOBS:
+            if knob.offered and knob.offered(self.spec, self._task, engine_named(strategy)):
+                groups.setdefault(knob.group or knob.name, [frozenset()]).append(frozenset({knob.name}))
+        return [frozenset().union(*names) for names in itertools.product(*reversed(groups.values()))]
 
     def _streamed(self) -> list[float]:
         if not self.spec.streaming:
             return [0.0]
         period = layer_period(self.spec.config)
         return [share for share in _STREAMED_SHARES if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
-
-    def _losses(self) -> list[bool]:
-        fixed = self.spec.memory_args.loss_chunk_size or self.spec.memory_args.logits_to_keep
-        return [False] if fixed or self._task != "causal-lm" or self.spec.seq_len <= CHUNK // 4 else [False, True]
 
     def _optimizers(self, strategy: str) -> list[dict[str, Any]]:
         """The fields of a Choice about the optimizer. Adapters have too few states for these to matter."""
@@ -367,9 +336,10 @@ class SearchSpace:
         elif eight_bit := ADAM_8BIT.settings_for(job):
             kinds.append({"optim": eight_bit["optim"], "optim_rounds": True})
             kinds += [{"optim": f"paged_{eight_bit['optim']}", "optim_rounds": True, "paged": True}] * pages
-        in_backward = [{**kind, "in_backward": True} for kind in kinds if "adamw" in kind["optim"]]
+        stepped = frozenset({"optimizer_in_backward"})
+        in_backward = [{**kind, "knobs": stepped} for kind in kinds if "adamw" in kind["optim"]]
         if OPTIMIZER_OFFLOAD.settings_for(job) and not own:
-            kinds.append({"optim": exact, "optimizer_offloaded": True})
+            kinds.append({"optim": exact, "knobs": frozenset({"optimizer_cpu_offload"})})
         return [{**kind, "dtype": dtype} for kind in kinds + in_backward * self.steps_in_backward]
 
     @property

@@ -15,8 +15,6 @@ from hf_memopt.hardware.measured import constant
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.sketch import Sketch, Traced
 
-# Eager kernels on a CPU: 1.44 of the plain step's time (benchmarks/results/levers.json).
-COMPRESSION_ON_CPU = 0.44
 # A choice that rounds values, or needs host memory and its link, which other programs use too, must take less than
 # 90 % of the time of one that does not, and a little less than that for the features that the other may have.
 COMPLEXITY = 1.125
@@ -65,7 +63,7 @@ class Cost:
         """Seconds in which a micro-batch's streamed weights are copied, once for forward and once for backward: each
         layer's while the one before computes (estimator.throughput). Activations come back by the same link."""
         size = 2 * self.sketch.streamed_bytes(choice)
-        if size and (choice.activations_offloaded or choice.inputs_offloaded):
+        if size and choice.moves_activations:
             size += self.sketch.activations(choice)
         return size / host_link(self.sketch.job.device) if size else 0.0
 
@@ -86,7 +84,7 @@ class Cost:
             return 0.0
         job = self.sketch.job
         tokens = job.trainer.max_completion_length
-        return choice.trl.passes * tokens * self.sketch.loaded / memory_rate(job.device)
+        return choice.trl.passes * tokens * self.sketch.loaded / self.memory_rate
 
     def computed(self, choice: Choice, micro_seconds: float) -> Step:
         """The work of a choice's step.
@@ -101,7 +99,7 @@ class Cost:
             micro_seconds=micro_seconds,
             launch_seconds=plain.launches + choice.checkpointed * (checkpointed.launches - plain.launches),
             optimizer_seconds=plain.optimizer,
-            optimizer_offloaded=choice.optimizer_offloaded,
+            optimizer_offloaded="optimizer_cpu_offload" in choice.knobs,
             paged_bytes=self.sketch.paged_bytes(choice),
         )
 
@@ -112,15 +110,17 @@ class Cost:
         return self.step(choice) * engine * COMPLEXITY**choice.complexities * LEVER**choice.levers
 
     def _micro(self, choice: Choice) -> float:
-        device, seconds = self.sketch.job.device, 0.0
+        seconds = 0.0
         for share, pair in self.sketch.shares(choice):
             seconds += share * self._line(pair, self.sketch.samples(choice))
-        if choice.compressed:
-            if device.backend == "cpu":
-                seconds *= 1 + COMPRESSION_ON_CPU
-            else:  # activation_compression.py, fused: read, written at half the width, copied into place; and back
-                seconds += 4 * self.sketch.activations(choice) / memory_rate(device)
+        for knob in choice.on:
+            seconds = knob.seconds(seconds, self, choice)
         return seconds
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes a second of the device's memory."""
+        return memory_rate(self.sketch.job.device)
 
     def _line(self, pair: tuple[Traced, Traced], samples: float) -> float:
         """Seconds of a micro-batch, by the line through one sample and two."""
@@ -134,7 +134,7 @@ class Cost:
         alone: not with those that keep only their inputs, and in each direction with its own pass. transformers copies
         inputs on the stream that computes, and nothing overlaps (activation_checkpointing_enable, offload).
         """
-        if not (choice.activations_offloaded or choice.inputs_offloaded):
+        if not choice.moves_activations:
             return 0.0
         moving = self.sketch.activations(choice) / host_link(self.sketch.job.device)
         if choice.inputs_offloaded:

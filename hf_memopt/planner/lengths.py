@@ -113,10 +113,10 @@ def _features(spec: JobSpec) -> Iterator[tuple[str, JobSpec, Choice]]:
     if not choices:
         raise InputError("--seq-len max: activation checkpointing of every layer is not among the choices")
     # A preset's own optimizer of 8 bits is in all of them.
-    settings, choice = "all layers checkpointed", min(choices, key=lambda c: (c.complexities, c.chunked_loss))
+    settings, choice = "all layers checkpointed", min(choices, key=lambda c: (c.complexities, len(c.knobs)))
     yield settings, spec, choice
     for word, change in (
-        ("loss in chunks", {"chunked_loss": True}),
+        ("loss in chunks", {"knobs": choice.knobs | {"loss_chunk_size"}}),
         ("layers' inputs in host memory", {"inputs_offloaded": True}),
     ):
         changed = dataclasses.replace(choice, **change)

@@ -270,15 +270,14 @@ class Search:
         """Keys that choices with similar sketch errors share, the most specific first: that of the same peak, to which
         what they differ in adds nothing."""
         kind = "none" if not choice.checkpointed else "all" if choice.checkpointed == 1 else "some"
-        levers = (choice.chunked_loss, choice.compressed, choice.activations_offloaded, choice.inputs_offloaded)
-        levers += (choice.streamed,)
-        states = (choice.optim, choice.optimizer_offloaded, choice.in_backward)
+        levers = (choice.knobs, choice.inputs_offloaded, choice.streamed)
+        states = (choice.optim, *(knob.name for knob in choice.on if knob.of_states))
         states += (choice.trl.precomputed, choice.trl.sleeps)
         return [
             (choice.strategy, states, kind, self.sketch_bytes[choice]),
             (choice.strategy, states, levers, kind, choice.checkpointed),
             (choice.strategy, states, levers, kind),
-            (choice.strategy, states, choice.chunked_loss, kind),
+            (choice.strategy, states, "loss_chunk_size" in choice.knobs, kind),
             (choice.strategy, states, kind),
             (choice.strategy, kind),
             (choice.strategy,),
@@ -302,11 +301,7 @@ def summarize(choice: Choice) -> str:
     parts += [
         text
         for text, on in (
-            ("loss in chunks", choice.chunked_loss),
-            ("8-bit activations", choice.compressed),
-            ("activations in host memory", choice.activations_offloaded),
-            ("optimizer in host memory", choice.optimizer_offloaded),
-            ("weights updated in backward", choice.in_backward),
+            *((knob.words, True) for knob in choice.on),
             ("weights in host memory", choice.streamed == 1),
             (f"weights of {choice.streamed:.0%} of the layers in host memory", 0 < choice.streamed < 1),
         )

@@ -41,7 +41,7 @@ def shared_samples(spec: JobSpec, choice: Choice | None) -> SharedSamples | None
         choice: the plan's usual one; None where nothing fits.
     """
     preset = spec.preset
-    moved = choice is None or (choice.micro_batch == 1 and (choice.inputs_offloaded or choice.activations_offloaded))
+    moved = choice is None or (choice.micro_batch == 1 and choice.moves_activations)
     if (
         not moved
         or (spec.seq_len or 0) <= preset.seq_len

@@ -25,11 +25,9 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks, shallow_depths
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.hardware import Hardware
-from hf_memopt.levers.change import CHUNK
+from hf_memopt.levers.features.activations import COMPRESSED
 from hf_memopt.planner.choices import Choice
 
-# Bytes of 8-bit activations of those in 16 bits (benchmarks/results/levers.json: 0.516, and 0.258 of 32 bits).
-_COMPRESSED = {2: 0.516, 4: 0.258}
 _STATES_8BIT = 0.26  # of fp32 states: a byte each and a scale for every 256
 # Sketches have neither the allocator's reserve nor fp16's gradient scaler, until an estimate of the same kind of card
 # corrects them. Of Qwen3-1.7B and 4B, full, LoRA and QLoRA, on 19 cards and boxes they were low by 1 to 9 % (bf16), up
@@ -128,6 +126,11 @@ class Sketch:
         """Number of weights outside the layers."""
         return self.job.elements()[0]
 
+    @property
+    def largest_weight(self) -> int:
+        """Bytes of the largest weight, as it is loaded."""
+        return self.outside_layers * getattr(torch, self.job.dtype).itemsize
+
     def device_bytes(self, choice: Choice, length: float = 1.0) -> tuple[int, int]:
         """Bytes that a choice needs on each device, and of those the ones that grow with its micro-batch.
 
@@ -168,11 +171,9 @@ class Sketch:
 
     def host_bytes(self, choice: Choice) -> int:
         """Bytes that a choice moves to the host from each device."""
-        moved = 0.0
-        if choice.activations_offloaded or choice.inputs_offloaded:
-            moved += self.activations(choice) * (_COMPRESSED[2] if choice.compressed else 1)
-        if choice.optimizer_offloaded:
-            moved += 8 * self.trained
+        moved = sum(knob.host(self, choice) for knob in choice.on)
+        if choice.moves_activations:
+            moved += self.activations(choice) * (COMPRESSED[2] if "activation_compression" in choice.knobs else 1)
         if choice.paged:
             moved += self._states(choice)
         moved += self.streamed_bytes(choice)
@@ -235,30 +236,21 @@ class Sketch:
 
     def _change(self, kinds: dict[str, float], growing: float, choice: Choice, name: str) -> None:
         """Change one device's memory as levers and engines do."""
-        activations = kinds.get("activations", 0)
+        kinds["activations"] = kinds.get("activations", 0)
         kinds["parameters"] = kinds.get("parameters", 0) - self._reference(choice)
         if choice.streamed:  # of the traced job all layers are
             kinds["parameters"] += (1 - choice.streamed) * self._streamed[0]
         if name.startswith(GENERATION):
             growing = 0  # a cache, which nothing compresses or moves
-        if choice.chunked_loss:
-            tokens = choice.micro_batch * self.job.seq_len
-            kinds["logits"] = kinds.get("logits", 0) * min(1, CHUNK / tokens)
-        if choice.compressed:
-            width = 2 if self.job.fields.get("bf16") or self.job.fields.get("fp16") else 4
-            activations -= growing * (1 - _COMPRESSED[width])
-        if choice.activations_offloaded:
-            activations -= growing
         if choice.inputs_offloaded:
-            activations -= growing * choice.checkpointed
-        kinds["activations"] = max(0, activations)
+            kinds["activations"] -= growing * choice.checkpointed
         if "8bit" in choice.optim and "8bit" not in str(self.job.fields.get("optim")):
             kinds["optimizer_states"] = kinds.get("optimizer_states", 0) * self._states_8bit
-        if choice.optimizer_offloaded or choice.paged:
+        if choice.paged:
             kinds["optimizer_states"] = 0
-        if choice.in_backward:  # of one weight at a time, the largest of which is outside the layers
-            largest = self.outside_layers * getattr(torch, self.job.dtype).itemsize
-            kinds["gradients"] = min(kinds.get("gradients", 0), largest)
+        for knob in choice.on:
+            knob.bytes(kinds, growing, self, choice)
+        kinds["activations"] = max(0, kinds["activations"])
         if choice.accumulation > 1 and name.startswith(("forward", "backward")):
             kinds["gradients"] = max(kinds.get("gradients", 0), self._gradients())
         if not choice.engine.plain:

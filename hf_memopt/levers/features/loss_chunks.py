@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from hf_memopt.levers.change import CHUNK, Change, chunk_tokens, micro_batch_tokens
 from hf_memopt.levers.feature import Feature, liger_replaces
+from hf_memopt.levers.knob import Knob
 
 
 def _chunk_loss(job) -> dict[str, int] | None:
@@ -21,6 +22,21 @@ LOSS_CHUNKS = Change(
 )
 
 
+def _offered(spec, task: str, engine) -> bool:
+    fixed = spec.memory_args.loss_chunk_size or spec.memory_args.logits_to_keep
+    return not fixed and task == "causal-lm" and spec.seq_len > CHUNK // 4
+
+
+def _bytes(kinds, growing, sketch, choice) -> None:
+    tokens = choice.micro_batch * sketch.job.seq_len
+    kinds["logits"] = kinds.get("logits", 0) * min(1, CHUNK / tokens)
+
+
+_PLANNED = Knob(
+    name="loss_chunk_size", settings=LOSS_CHUNKS.settings, words="loss in chunks", offered=_offered, bytes=_bytes
+)
+
+
 @dataclass
 class LossChunks(Feature):
     loss_chunk_size: int | None = field(
@@ -29,6 +45,7 @@ class LossChunks(Feature):
     )
     above_zero: ClassVar = ("loss_chunk_size",)
     proposed: ClassVar = LOSS_CHUNKS
+    planned: ClassVar = (_PLANNED,)
 
     @staticmethod
     def refused(on, facts):

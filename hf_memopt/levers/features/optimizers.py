@@ -1,9 +1,11 @@
 """adam_mini, optimizer_cpu_offload and optimizer_in_backward: fewer states, states on the host, no gradients kept."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from hf_memopt.levers.change import Change
 from hf_memopt.levers.feature import Feature
+from hf_memopt.levers.knob import Knob
 
 OPTIMIZER_OFFLOAD = Change(
     # The fused AdamW has a fast step on the host; OptimizerOffload.refused() lists what has none.
@@ -13,6 +15,15 @@ OPTIMIZER_OFFLOAD = Change(
     ),
     effect="optimizer states in host memory, for one device",
 )
+
+
+def _no_states(kinds, growing, sketch, choice) -> None:
+    kinds["optimizer_states"] = 0
+
+
+def _largest_gradient(kinds, growing, sketch, choice) -> None:
+    """Of one weight at a time, the largest of which is outside the layers."""
+    kinds["gradients"] = min(kinds.get("gradients", 0), sketch.largest_weight)
 
 
 @dataclass
@@ -32,6 +43,19 @@ class OptimizerOffload(Feature):
     optimizer_cpu_offload: bool = field(
         default=False,
         metadata={"help": "Keep optimizer states in host memory and step on the CPU. For a single device."},
+    )
+    planned: ClassVar = (
+        Knob(
+            name="optimizer_cpu_offload",
+            settings={"optimizer_cpu_offload": True},
+            words="optimizer in host memory",
+            family="optimizer states in host memory",
+            short="optimizer on host",
+            bytes=_no_states,
+            host=lambda sketch, choice: 8 * sketch.trained,
+            on_host=True,
+            of_states=True,
+        ),
     )
 
     @staticmethod
@@ -68,6 +92,15 @@ class OptimizerInBackward(Feature):
             "help": "Update each weight during backward and free its gradient at once. Needs "
             "gradient_accumulation_steps=1 and max_grad_norm=0."
         },
+    )
+    planned: ClassVar = (
+        Knob(
+            name="optimizer_in_backward",
+            settings={"optimizer_in_backward": True},
+            words="weights updated in backward",
+            bytes=_largest_gradient,
+            of_states=True,
+        ),
     )
 
     @staticmethod
