@@ -55,7 +55,14 @@ def applied(text: str, asked, memory: int, settings: list[str]):
     return asked(memory, [f"{name}={value}" for name, value in own.items()], **moved)
 
 
-@pytest.mark.parametrize("number", [1, 2, 5, *(pytest.param(n, marks=pytest.mark.sweep) for n in range(100, 160))])
+@pytest.mark.parametrize(
+    "number",
+    [
+        103,
+        pytest.param(5, marks=pytest.mark.slow),
+        *(pytest.param(number, marks=pytest.mark.sweep) for number in range(104, 160)),
+    ],
+)
 def test_estimate_and_plan_propose_the_same_and_it_fits(number, tmp_path):
     try:
         asked, memory, settings = job_that_does_not_fit(number, tmp_path)
