@@ -1,11 +1,15 @@
 """Names of other libraries that a trace replaces: each is called in a tiny job; a missing one ends in a sentence."""
 
+import functools
 import json
 import os
+import pkgutil
+import re
 import sys
 import textwrap
 from collections import Counter
 from importlib import util
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,15 +30,14 @@ from transformers import (
 )
 from transformers.utils import import_utils
 
+from hf_memopt import estimator
 from hf_memopt.cli import doctor
 from hf_memopt.errors import IncompatibleLibrary, InputError
 from hf_memopt.estimator import estimate, estimate_trainer
 from hf_memopt.estimator.accounting import engine_tensors, fake_ledger
 from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.launched import ScriptCommand
-from hf_memopt.estimator.patches import replacement
-from hf_memopt.estimator.patches.names import Use
-from hf_memopt.estimator.patches.table import TABLE, Part
+from hf_memopt.estimator.private_names import Part, PrivateNames, Use, check, declared, faults, resolve
 from hf_memopt.estimator.tracing import optimizers
 from hf_memopt.estimator.trl_job import describe_task
 from hf_memopt.foreign.launchers import Launch
@@ -115,10 +118,35 @@ SCRIPT = """
 
 @pytest.fixture
 def calls(monkeypatch):
-    monkeypatch.setattr(replacement, "calls", Counter())
+    """Replaced name -> how often it was called, 0 for values."""
+    counter, replaced = Counter(), PrivateNames.replaced
+
+    def count_calls(names, importers=None, /, **replacements):
+        counted = {name: counting(counter, names.path(name), new) for name, new in replacements.items()}
+        return replaced(names, importers, **counted)
+
+    monkeypatch.setattr(PrivateNames, "replaced", count_calls)
     forget_linear()
-    yield replacement.calls
+    yield counter
     forget_linear()
+
+
+def counting(counter, path, new):
+    """A replacement that counts its calls."""
+    counter[path] += 0
+    if isinstance(new, classmethod):
+        return classmethod(counting(counter, path, new.__func__))
+    if isinstance(new, type):
+        return type(new.__name__, (new,), {"__init__": counting(counter, path, new.__init__)})
+    if not callable(new):
+        return new
+
+    @functools.wraps(new)
+    def count(*args, **kwargs):
+        counter[path] += 1
+        return new(*args, **kwargs)
+
+    return count
 
 
 def forget_linear() -> None:
@@ -131,9 +159,9 @@ def forget_linear() -> None:
 @pytest.fixture
 def unchecked():
     """No check of this process counts, neither before nor after."""
-    replacement.check.cache_clear()
+    check.cache_clear()
     yield
-    replacement.check.cache_clear()
+    check.cache_clear()
 
 
 def small(optim="adamw_torch_fused", config=None, liger=False, hardware="a100_80gb", more=None, **settings):
@@ -146,8 +174,11 @@ def small(optim="adamw_torch_fused", config=None, liger=False, hardware="a100_80
 
 def uncalled(part: Part, calls: Counter) -> list[str]:
     """Replaced names of a part that no job has called; of values, those that no job has replaced."""
-    paths = [path for names in TABLE[part] if names.use is Use.REPLACED for path in names.paths()]
-    return [path for path in paths if not (calls[path] if callable(replacement.original(path)) else path in calls)]
+    return [path for path in replaced_paths(part) if not (calls[path] if callable(resolve(path)) else path in calls)]
+
+
+def replaced_paths(part: Part) -> list[str]:
+    return [path for names in declared(part) if names.use is Use.REPLACED for path in names.signatures]
 
 
 # Those whose jobs take more than a second.
@@ -164,7 +195,7 @@ def test_every_replaced_name_is_called(part, calls, monkeypatch):
         subclass_8bit.get_qmap_signed.cache_clear()
         subclass_8bit.get_qmap_unsigned.cache_clear()
     if part is Part.WITHOUT_DEEPSPEED:
-        monkeypatch.delitem(replacement.importlib.sys.modules, "deepspeed", raising=False)
+        monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
     if part is Part.OPTIMIZERS:  # as if torchao were not installed
         monkeypatch.setattr(optimizers, "by_formula", lambda *_: True)
     for settings in JOBS[part]:
@@ -251,34 +282,40 @@ def test_a_trainer_that_generates_calls_what_is_replaced(calls):
 
 
 def test_every_part_has_its_jobs():
-    unreplaced = {part for part, rows in TABLE.items() if all(names.use is not Use.REPLACED for names in rows)}
+    unreplaced = {part for part in Part if not replaced_paths(part)}
     elsewhere = {Part.VISION, Part.DETECTION, Part.ROLLOUTS, Part.DRY_RUN, Part.LAUNCH}
-    assert set(Part) == set(TABLE) == set(JOBS) | unreplaced | elsewhere
+    assert set(Part) == set(JOBS) | unreplaced | elsewhere
     assert unreplaced == {Part.LEVERS, Part.MESH}
+
+
+def test_every_declaration_is_found():
+    """A part lists the modules that declare names for it and no others; all declarations are globals."""
+    written = Counter()
+    for module in pkgutil.walk_packages(estimator.__path__, f"{estimator.__name__}."):
+        source = Path(util.find_spec(module.name).origin).read_text(encoding="utf-8")
+        for part in re.findall(r"\bPart\.(\w+)\.(?:replaces|relies_on)\(", source):
+            written[part, module.name.removeprefix(f"{estimator.__name__}.")] += 1
+    assert {(part.name, module) for part in Part for module in part.modules} == set(written)
+    assert sum(len(declared(part)) for part in Part) == written.total()
 
 
 @pytest.mark.slow
 def test_everything_is_put_back():
-    before = {
-        path: replacement.original(path)
-        for part in Part
-        for names in TABLE[part]
-        for path in names.paths()
-        if names.use is Use.REPLACED
-    }
+    before = {path: resolve(path) for part in Part for path in replaced_paths(part)}
     small(world_size=2, strategy="fsdp2")
     # Methods are bound anew whenever they are looked up: equal, not identical.
-    assert {path: replacement.original(path) for path in before} == before
+    assert {path: resolve(path) for path in before} == before
 
 
-def test_the_ledger_of_deepspeed_asks_for_names_of_the_table():
-    known = {name for names in TABLE[Part.DEEPSPEED] if names.use is Use.INSTANCE for name in names.names}
+def test_the_ledger_of_deepspeed_asks_for_declared_names():
+    instances = [names for names in declared(Part.DEEPSPEED) if names.use is Use.INSTANCE]
+    known = {path.rpartition(".")[2] for names in instances for path in names.signatures}
     assert {*engine_tensors._KINDS, *engine_tensors._STAGING} <= known
 
 
 @pytest.mark.parametrize("part", Part, ids=lambda part: part.name.lower())
 def test_the_installed_libraries_are_known(part):
-    assert list(replacement.faults(part)) == []
+    assert list(faults(part)) == []
 
 
 @pytest.mark.slow
@@ -299,7 +336,7 @@ def test_a_missing_name_ends_in_a_sentence(unchecked, monkeypatch, command):
 
 def test_other_parameters_end_in_a_sentence(unchecked, monkeypatch):
     monkeypatch.setattr(vision_utils, "get_vision_window_index", lambda grid, window: None)
-    (said,) = replacement.faults(Part.VISION)
+    (said,) = faults(Part.VISION)
     assert said.startswith(f"hf_memopt does not know transformers {transformers.__version__}: ")
     assert "get_vision_window_index takes (grid, window) instead of (grid_thw, " in said
 
@@ -314,7 +351,7 @@ def test_a_renamed_attribute_of_an_engine_is_noticed(unchecked, monkeypatch):
             self.fp16_partitioned_groups_flat = self.bit16_partitioned_groups = []
 
     monkeypatch.setattr(stage3, "DeepSpeedZeroOptimizer_Stage3", Renamed)
-    said = " ".join(replacement.faults(Part.DEEPSPEED))
+    said = " ".join(faults(Part.DEEPSPEED))
     assert "Stage3.ipg_buckets is missing" in said and "Stage3.fp16_partitioned_groups_flat" not in said
 
 

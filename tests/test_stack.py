@@ -138,13 +138,13 @@ def test_tried_versions_are_those_that_install():
 
 
 def test_versions_that_no_row_could_mend_are_named(monkeypatch):
-    from hf_memopt.estimator.patches import replacement
-    from hf_memopt.estimator.patches.table import Part
+    from hf_memopt.estimator import private_names
+    from hf_memopt.estimator.private_names import Part
 
-    monkeypatch.setattr(replacement, "has", lambda package, since: False)
-    (sentence,) = replacement.faults(Part.EVERY_JOB)
+    monkeypatch.setattr(private_names, "has", lambda package, since: False)
+    (sentence,) = private_names.faults(Part.EVERY_JOB)
     assert "predictions of every job need torch 2.13 or newer, and " in sentence
-    (sentence,) = replacement.faults(Part.DEEPSPEED)
+    (sentence,) = private_names.faults(Part.DEEPSPEED)
     assert "predictions of deepspeed need deepspeed 0.19.4 or newer, and " in sentence
 
 

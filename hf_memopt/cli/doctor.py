@@ -107,8 +107,7 @@ def _report() -> dict[str, Any]:
     import psutil
     import torch
 
-    from hf_memopt.estimator.patches.replacement import faults
-    from hf_memopt.estimator.patches.table import Part
+    from hf_memopt.estimator.private_names import Part, faults
     from hf_memopt.estimator.tracing.process_state import quiet
     from hf_memopt.hardware import configure_allocator, detect, resolve_attention
     from hf_memopt.presets import get_preset
@@ -175,7 +174,7 @@ def _refused_predictions(faults, parts) -> list[str]:
         more = f", and {len(reasons) - 1} more names" if reasons[1:] else ""
         if reasons and part is parts.EVERY_JOB:
             return [f"no predictions: {reasons[0]}{more}"]
-        lines += [f"no predictions of {part.value}: {reasons[0]}{more}"] if reasons else []
+        lines += [f"no predictions of {part.label}: {reasons[0]}{more}"] if reasons else []
     return lines
 
 

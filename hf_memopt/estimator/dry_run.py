@@ -24,8 +24,8 @@ from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
 from hf_memopt.estimator.device_stand_in import seen_by_script
 from hf_memopt.estimator.fake_pretrained import fake_models
 from hf_memopt.estimator.launched import Launched, ScriptCommand, as_launched, read_launched
-from hf_memopt.estimator.patches.replacement import all_replaced
 from hf_memopt.estimator.patches.trl_trainers import without_engine, without_precomputing
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.estimator.scratch_libraries import nothing_written
 from hf_memopt.estimator.tracing.process_state import generators_kept
 from hf_memopt.hardware import Hardware, get_hardware
@@ -236,22 +236,22 @@ def _script_environment(path: Path, arguments: list[str]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _caught_at_train() -> Iterator[None]:
+_TRAINER = Part.DRY_RUN.replaces(
+    "transformers:Trainer.train(self)",
+    "transformers:Trainer.evaluate(self)",
+    "transformers:Trainer.init_hf_repo(self)",
+    why="the script stops where it would train",
+)
+
+
+def _caught_at_train() -> contextlib.AbstractContextManager:
     def train(self, *args, **kwargs):
         raise Ready(self)
 
     def evaluate(self, *args, metric_key_prefix="eval", **kwargs):
         return {f"{metric_key_prefix}_loss": 0.0}
 
-    with all_replaced(
-        {
-            "transformers:Trainer.train": train,
-            "transformers:Trainer.evaluate": evaluate,
-            "transformers:Trainer.init_hf_repo": lambda self, *args, **kwargs: None,
-        }
-    ):
-        yield
+    return _TRAINER.replaced(train=train, evaluate=evaluate, init_hf_repo=lambda self, *args, **kwargs: None)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from unittest import mock
 
@@ -13,14 +13,13 @@ from torch.nn.modules.module import _IncompatibleKeys, register_module_parameter
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.known_values import ConstructorValues
 from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
-from hf_memopt.estimator.patches.replacement import all_replaced, original, replaced
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.estimator.quantized_checkpoints import resolve_quantization
-from hf_memopt.estimator.tracing.fake_tensors import FakeMode, cast_in_place
+from hf_memopt.estimator.tracing.fake_tensors import CAST, FakeMode, cast_in_place
 from hf_memopt.estimator.tracing.model import outside_zero3
 from hf_memopt.estimator.tracing.quantization import is_quantized, quantize
 from hf_memopt.hardware import get_hardware
 
-_PRETRAINED = "transformers.modeling_utils:PreTrainedModel"
 # Attributes of a model: whether from_pretrained puts it on the device, and bytes that resizing its embeddings takes.
 _PLACED, RESIZED = "_hf_memopt_placed", "_hf_memopt_resized"
 
@@ -33,8 +32,10 @@ def fake_models() -> Iterator[FakeMode]:
     hook = register_module_parameter_registration_hook(lambda module, name, weight: _fake_weight(mode, weight))
     try:
         with (
-            all_replaced(_replacements(mode)),
+            _fake_classes(mode),
+            _fake_checkpoints(),
             _fake_adapters(mode),
+            CAST.replaced(to=cast_in_place),
             counted_flash_attention(),  # whether the card has it is checked when the trainer is estimated
             mock.patch.multiple(
                 torch.nn.Module,
@@ -47,10 +48,22 @@ def fake_models() -> Iterator[FakeMode]:
         hook.remove()
 
 
-def _replacements(mode: FakeMode) -> dict:
-    real = original("transformers:PreTrainedModel.from_pretrained").__func__
-    from_config = original("transformers:PreTrainedModel._from_config").__func__
-    resize_embeddings = original("transformers:PreTrainedModel.resize_token_embeddings")
+_MODELS = Part.DRY_RUN.replaces(
+    "transformers:PreTrainedModel.from_pretrained(pretrained_model_name_or_path)",
+    "transformers:PreTrainedModel._from_config(config)",
+    why="a script's models are made of fake tensors, without its weights",
+)
+_RESIZED = Part.DRY_RUN.replaces(
+    "transformers:PreTrainedModel.resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing)",
+    why="fake weights have no mean that new embeddings could begin with",
+)
+
+
+@contextmanager
+def _fake_classes(mode: FakeMode) -> Iterator[None]:
+    real = _MODELS.original("from_pretrained").__func__
+    from_config = _MODELS.original("_from_config").__func__
+    resize_embeddings = _RESIZED.original("resize_token_embeddings")
 
     def from_pretrained(
         cls, pretrained_model_name_or_path, *args, device_map=None, quantization_config=None, **kwargs
@@ -77,7 +90,6 @@ def _replacements(mode: FakeMode) -> dict:
             return model
 
     def resize(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
-        """Without the mean of the old embeddings, which has no value here."""
         parts = (self.get_input_embeddings(), self.get_output_embeddings())
         old = {id(part.weight): part.weight.nbytes for part in parts if part is not None}  # once where they are tied
         rows, width = parts[0].weight.shape
@@ -89,27 +101,31 @@ def _replacements(mode: FakeMode) -> dict:
             vars(self)[RESIZED] = sum(old.values()) + drawn
         return resized
 
-    return {
-        "transformers:PreTrainedModel.from_pretrained": classmethod(from_pretrained),
-        "transformers:PreTrainedModel._from_config": classmethod(from_configuration),
-        "transformers:PreTrainedModel.resize_token_embeddings": resize,
-        **_checkpoint_replacements(),
-        # A quantizer checks for its kernels and places weights; `quantize` asks it for the layers alone.
-        "transformers.modeling_utils:get_hf_quantizer": lambda config, _, device_map, *a, **k: (
-            None,
-            config,
-            device_map,
-        ),
-        f"{_PRETRAINED}._load_pretrained_model": staticmethod(_fake_load),
-        f"{_PRETRAINED}._finalize_model_loading": staticmethod(lambda model, load_config, loading_info: loading_info),
-        "torch.nn:Module.to": cast_in_place,
-    }
+    with (
+        _MODELS.replaced(from_pretrained=classmethod(from_pretrained), _from_config=classmethod(from_configuration)),
+        _RESIZED.replaced(resize_token_embeddings=resize),
+    ):
+        yield
 
 
-def _checkpoint_replacements() -> dict:
-    """Replacements for the functions that read a checkpoint's files."""
-    checkpoint_files = original("transformers.modeling_utils:_get_resolved_checkpoint_files")
-    find_dtype = original("transformers.modeling_utils:_get_dtype")
+_LOADING = Part.DRY_RUN.replaces(
+    "transformers.modeling_utils:PreTrainedModel._load_pretrained_model"
+    "(model, state_dict, checkpoint_files, load_config, expected_keys)",
+    "transformers.modeling_utils:PreTrainedModel._finalize_model_loading(model, load_config, loading_info)",
+    why="from_pretrained runs up to its weights, which become fake tensors",
+)
+_HEADERS = Part.DRY_RUN.replaces(
+    "transformers.modeling_utils:_get_resolved_checkpoint_files",
+    "transformers.modeling_utils:_get_dtype(dtype, checkpoint_files, config)",
+    "transformers.modeling_utils:get_hf_quantizer(config, quantization_config, device_map)",
+    why="a checkpoint's headers say its dtype if they are here; a quantizer would check for its kernels",
+)
+
+
+@contextmanager
+def _fake_checkpoints() -> Iterator[None]:
+    checkpoint_files = _HEADERS.original("_get_resolved_checkpoint_files")
+    find_dtype = _HEADERS.original("_get_dtype")
 
     def local_files(*args, download_kwargs, **kwargs):
         """Those that are here, for the dtype in their headers: none are downloaded."""
@@ -122,10 +138,20 @@ def _checkpoint_replacements() -> dict:
         unknown = dtype == "auto" and getattr(config, "dtype", None) is None and not files
         return find_dtype(torch.float32 if unknown else dtype, files, config, *args)
 
-    return {
-        "transformers.modeling_utils:_get_resolved_checkpoint_files": local_files,
-        "transformers.modeling_utils:_get_dtype": dtype_or_float32,
-    }
+    def no_quantizer(config, _, device_map, *args, **kwargs):
+        """It would place weights, too: `quantize` asks it for the layers alone."""
+        return None, config, device_map
+
+    with (
+        _HEADERS.replaced(
+            _get_resolved_checkpoint_files=local_files, _get_dtype=dtype_or_float32, get_hf_quantizer=no_quantizer
+        ),
+        _LOADING.replaced(
+            _load_pretrained_model=staticmethod(_fake_load),
+            _finalize_model_loading=staticmethod(lambda model, load_config, loading_info: loading_info),
+        ),
+    ):
+        yield
 
 
 def _check_device_map(device_map) -> None:
@@ -183,8 +209,14 @@ def _matches(pattern: str, name: str) -> bool:
     return re.search(pattern.replace("*", ".*"), name) is not None  # as transformers.core_model_loading does
 
 
-@contextmanager
-def _fake_adapters(mode: FakeMode) -> Iterator[None]:
+_ADAPTERS = Part.DRY_RUN.replaces(
+    "peft.utils.save_and_load:load_peft_weights(model_id, device)",
+    "peft.utils.save_and_load:set_peft_model_state_dict(model, peft_model_state_dict)",
+    why="an adapter's weights are not read",
+)
+
+
+def _fake_adapters(mode: FakeMode) -> AbstractContextManager:
     """PeftModel.from_pretrained, AutoPeftModel: the adapter of a folder's configuration, without its weights."""
 
     def load(model, *args, **kwargs):
@@ -194,8 +226,4 @@ def _fake_adapters(mode: FakeMode) -> Iterator[None]:
 
     import peft.peft_model as importer
 
-    with (
-        replaced("peft.utils.save_and_load:load_peft_weights", lambda *args, **kwargs: {}, importer),
-        replaced("peft.utils.save_and_load:set_peft_model_state_dict", load, importer),
-    ):
-        yield
+    return _ADAPTERS.replaced([importer], load_peft_weights=lambda *args, **kwargs: {}, set_peft_model_state_dict=load)

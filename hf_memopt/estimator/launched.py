@@ -13,8 +13,7 @@ from unittest import mock
 
 from hf_memopt.errors import InputError, as_input_error, one_line
 from hf_memopt.estimator.patches.fake_cluster import fake_accelerator, process_group
-from hf_memopt.estimator.patches.replacement import all_replaced, check
-from hf_memopt.estimator.patches.table import Part
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.foreign.launchers import Launch, count_processes
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST
 
@@ -94,6 +93,23 @@ def read_launched(command: ScriptCommand) -> Launched:
     return launched
 
 
+_POPEN = Part.LAUNCH.replaces(
+    "accelerate.commands.launch:subprocess",
+    why="a script of one process is started by Popen, whose environment is what a dry run needs",
+    until="accelerate tells the environment of a launch without starting it",
+)
+_ELASTIC = Part.LAUNCH.replaces(
+    "torch.distributed.run:run(args)",
+    why="starts a script's processes, in the environment that a dry run needs",
+    until="accelerate tells the environment of a launch without starting it",
+)
+_PORT = Part.LAUNCH.replaces(
+    "accelerate.utils.launch:is_port_in_use(port)",
+    why="opens a socket, which a confined process cannot",
+    until="accelerate tells the environment of a launch without starting it",
+)
+
+
 def _by_accelerate(words: Sequence[str], devices: int | None) -> Launched:
     from accelerate.commands import launch as command
 
@@ -108,13 +124,12 @@ def _by_accelerate(words: Sequence[str], devices: int | None) -> Launched:
         if devices and args.num_processes is None and args.config_file is None:
             args.num_processes = devices
         before = dict(os.environ)
-        starters = {
-            "torch.distributed.run:run": start,
-            "accelerate.commands.launch:subprocess": SimpleNamespace(Popen=start),
-            "accelerate.utils.launch:is_port_in_use": lambda port=None: False,
-        }
-        check(Part.LAUNCH)
-        with all_replaced(starters), mock.patch.object(command.logger, "warning", lambda *said, **how: None):
+        with (
+            _POPEN.replaced(subprocess=SimpleNamespace(Popen=start)),
+            _ELASTIC.replaced(run=start),
+            _PORT.replaced(is_port_in_use=lambda port=None: False),
+            mock.patch.object(command.logger, "warning", lambda *said, **how: None),
+        ):
             try:
                 command.launch_command(args)
             except _Starting as starting:

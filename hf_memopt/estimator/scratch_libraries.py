@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from hf_memopt.estimator.patches.replacement import original, replaced
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.estimator.scratch_files import Scratch, scratch_files
 
 # Names in huggingface_hub's HfApi that change a repository, and what they return.
@@ -53,9 +53,20 @@ def nothing_written(*real_folders: str) -> Iterator[None]:
         yield
 
 
+_SAVED = Part.DRY_RUN.replaces(
+    "transformers:PreTrainedModel.save_pretrained(self, save_directory)",
+    "transformers:PreTrainedModel.push_to_hub(self)",
+    why="fake weights are not saved",
+)
+_FOUND = Part.DRY_RUN.replaces(
+    "transformers.utils.hub:cached_files(path_or_repo_id, filenames)",
+    why="libraries that read without Python need the real path of what a script wrote",
+)
+
+
 @contextlib.contextmanager
 def _transformers(scratch: Scratch) -> Iterator[None]:
-    find = original("transformers.utils.hub:cached_files")
+    find = _FOUND.original("cached_files")
 
     def cached_files(*args, **kwargs):
         return [scratch.read(path) for path in find(*args, **kwargs) or ()] or None
@@ -66,9 +77,8 @@ def _transformers(scratch: Scratch) -> Iterator[None]:
         self.config.save_pretrained(save_directory)
 
     with (
-        replaced("transformers.utils.hub:cached_files", cached_files),
-        replaced("transformers:PreTrainedModel.save_pretrained", save_model),
-        replaced("transformers:PreTrainedModel.push_to_hub", lambda self, *args, **kwargs: None),
+        _FOUND.replaced(cached_files=cached_files),
+        _SAVED.replaced(save_pretrained=save_model, push_to_hub=lambda self, *args, **kwargs: None),
     ):
         yield
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from hf_memopt.estimator.accounting.ledger import HOST, Ledger
+from hf_memopt.estimator.private_names import Part, Use
 
 # Attributes of DeepSpeed's optimizers (0.19, runtime/zero/stage_1_and_2.py, stage3.py) -> the kind of their tensors.
 _KINDS = {
@@ -19,6 +20,28 @@ _STAGING = (
     "param_buffer_of_bit16_for_cpu_offload_groups",
     "temp_grad_buffer_for_cpu_offload",
     "offload_gradient_dict",
+)
+_STAGES_1_AND_2 = Part.DEEPSPEED.relies_on(
+    *(
+        f"deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.{name}"
+        for name in ("averaged_gradients", "ipg_buckets", "temp_grad_buffer_for_gpu_offload", *_STAGING)
+    ),
+    use=Use.INSTANCE,
+    why="says which of the engine's tensors are weights, states, gradients and staging buffers",
+)
+_STAGE_3 = Part.DEEPSPEED.relies_on(
+    *(
+        f"deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.{name}"
+        for name in (
+            "fp32_partitioned_groups_flat",
+            "averaged_gradients",
+            "grad_partitions_flat_buffer",
+            "ipg_buckets",
+            "optimizer_swapper",
+        )
+    ),
+    use=Use.INSTANCE,
+    why="says which of the engine's tensors are weights, states, gradients and buffers of communication",
 )
 
 

@@ -13,6 +13,16 @@ from torch import _C
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from hf_memopt.estimator.private_names import Part
+
+_USED = Part.EVERY_JOB.relies_on(
+    "torch._C:_DisableTorchDispatch",
+    "torch._C:_PreserveDispatchKeyGuard",
+    "torch._C:_get_dispatch_mode",
+    "torch._C:_set_meta_in_tls_dispatch_include",
+    why="accounting.fake_outputs makes fake tensors as FakeTensorMode does, without its slow cache and checks",
+    until="a look-up in FakeTensorMode's cache takes no longer than the operator",
+)
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
 # Views, whose outputs share their input's storage: torch's kernels for the meta device make them, written in C++.

@@ -5,6 +5,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hf_memopt.estimator.accounting.int8_kernels import find_int8_kernels
 from hf_memopt.estimator.accounting.known_values import known_value
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.packages import is_installed
 from hf_memopt.stack.versions import has
 
@@ -130,6 +131,16 @@ def _svd(matrix, full_matrices=False, compute_uv=True, *, driver=None):
     parts = matrix.new_empty((rank, rows)).mT, matrix.new_empty(rank), matrix.new_empty((columns, rank)).mT
     del copy
     return parts
+
+
+_USED = Part.BITSANDBYTES.relies_on(
+    "bitsandbytes.backends.default.ops:_gemm_4bit_default_impl(A, B)",
+    "bitsandbytes.backends.cpu.ops:_optimizer_update_8bit_blockwise_cpu(optimizer_name, g, p, state1)",
+    "bitsandbytes.backends.cpu.ops:_optimizer_update_32bit_cpu(optimizer_name, g, p, state1)",
+    why="their temporaries, which the fake kernels do not show",
+    until="the fake kernels allocate them",
+    since="0.50",
+)
 
 
 def find_python_kernels(accelerator: bool) -> dict:

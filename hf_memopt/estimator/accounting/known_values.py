@@ -15,6 +15,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hf_memopt.estimator.private_names import Part
+
+_USED = Part.EVERY_JOB.relies_on(
+    "torch._subclasses.fake_tensor:unset_fake_temporarily()", why="operators on known values run for real"
+)
 _aten = torch.ops.aten
 _MAX_ELEMENTS = 2**23  # nothing asks for the values of larger tensors, such as masks of tokens × tokens
 # Shapes seldom follow from fractions: larger ones are rotations of positions or interpolated pixels.

@@ -1,17 +1,17 @@
 """Operators as accelerators run them, for jobs of accelerators, which are traced on the CPU.
 
 Registered with torch.library for the CPU while a trace lasts. torch keeps the names of its operators compatible, so
-none needs a row in the table.
+none needs a declaration.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_memopt.estimator.patches.replacement import original, replaced
+from hf_memopt.estimator.private_names import Part
 
 _aten = torch.ops.aten
 # AT_FORALL_FP32 of ATen/autocast_mode.h (torch 2.13): what autocast computes in fp32 on CUDA, ROCm, XPU and MPS. The
@@ -66,20 +66,25 @@ def _register(library: torch.library.Library, backend: str) -> None:
         library.impl("rms_norm", _fused_rms_norm, "AutogradCPU")
 
 
-@contextmanager
-def named_cuda_autocast() -> Iterator[None]:
+_AUTOCAST = Part.ACCELERATOR.replaces(
+    "torch:is_autocast_enabled",
+    why="without a device it asks for CUDA's autocast, which is the CPU's here",
+    until="fake CUDA tensors run on builds without CUDA",
+)
+
+
+def named_cuda_autocast() -> AbstractContextManager:
     """Answer code that asks for CUDA's autocast, which the CPU's stands for, as on CUDA.
 
     Without an argument torch.is_autocast_enabled() asks so, whatever device the tensors are on: peft converts the
     inputs of quantized layers where it says no.
     """
-    enabled = original("torch:is_autocast_enabled")
+    enabled = _AUTOCAST.original("is_autocast_enabled")
 
     def answered(device_type: str = "cuda") -> bool:
         return enabled("cpu" if device_type == "cuda" else device_type)
 
-    with replaced("torch:is_autocast_enabled", answered):
-        yield
+    return _AUTOCAST.replaced(is_autocast_enabled=answered)
 
 
 @contextmanager

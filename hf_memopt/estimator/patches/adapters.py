@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from hf_memopt.estimator.accounting.known_values import set_value
-from hf_memopt.estimator.patches.replacement import all_replaced, original
+from hf_memopt.estimator.private_names import Part
 
 
 @contextmanager
@@ -19,9 +19,28 @@ def traceable_adapters() -> Iterator[None]:
     if "peft" not in sys.modules:
         yield
         return
-    update_layer = _without_mask(original(_SHIRA_UPDATE))
-    with all_replaced({**_REPLACED, _SHIRA_UPDATE: update_layer}):
+    with (
+        _BLOCKS.replaced(torch=_TorchWithout(unbind=lambda blocks: (blocks,), block_diag=_BlockDiagonal.apply)),
+        _PERMUTATION.replaced(perm2mat=lambda layer, order: torch.empty(len(order), len(order))),
+        _MASK.replaced(update_layer=_without_mask(_MASK.original("update_layer"))),
+        _SPARSE_DELTA.replaced(get_delta_weight=_shira_delta),
+        _SCALES.replaced(_assign_unilora_indices_and_scales=_assign_scales),
+        _DECOMPOSED.replaced(_init_frod_projections=_make_projections, _calculate_frod_u_and_lambda=_decompose),
+        _SPARSE.replaced(_get_frod_tensors=_frod_tensors, _sparse_activation_mm=_sparse_matmul),
+    ):
         yield
+
+
+_BLOCKS = Part.PEFT.replaces(
+    "peft.tuners.boft.layer:torch",
+    why="block_diag of thousands of blocks takes minutes on fake tensors (0.21)",
+    until="torch's fake kernel takes them at once",
+)
+_PERMUTATION = Part.PEFT.replaces(
+    "peft.tuners.boft.layer:BOFTLayer.perm2mat(self, indices)",
+    why="writes a permutation element by element, which takes seconds on fake tensors (0.21)",
+    until="peft makes them by indexing",
+)
 
 
 class _TorchWithout:
@@ -49,9 +68,14 @@ class _BlockDiagonal(torch.autograd.Function):
         return grad.new_empty(ctx.shape)
 
 
-def _without_mask(update_layer):
-    """SHiRA asks a mask for the places of its ones, which are as many as the trained values."""
+_MASK = Part.PEFT.replaces(
+    "peft.tuners.shira.layer:ShiraLayer.update_layer(self, adapter_name, mask, r)",
+    why="asks a mask for the places of its ones, whose number is known",
+    until="peft passes indices",
+)
 
+
+def _without_mask(update_layer):
     def update(layer, adapter_name, mask, r, **kwargs):
         update_layer(layer, adapter_name, None, r, **kwargs)
         if mask is not None:
@@ -61,8 +85,15 @@ def _without_mask(update_layer):
     return update
 
 
+_SPARSE_DELTA = Part.PEFT.replaces(
+    "peft.tuners.shira.layer:Linear.get_delta_weight(self, adapter)",
+    why="a sparse tensor has no storage that a fake one could stand for",
+    until="the ledger counts sparse tensors",
+)
+
+
 def _shira_delta(layer, adapter: str) -> torch.Tensor:
-    """SHiRA's sparse matrix, which has no storage that a fake tensor could stand for, as a dense one."""
+    """SHiRA's sparse matrix as a dense one."""
     indices = layer.shira_indices[adapter].to(torch.int64)
     values = layer.shira_weight[adapter] * layer.scaling[adapter]
     return _Scatter.apply(values, indices, (layer.out_features, layer.in_features))
@@ -82,16 +113,32 @@ class _Scatter(torch.autograd.Function):
         return grad[indices[0], indices[1]], None, None
 
 
+_SCALES = Part.PEFT.replaces(
+    "peft.tuners.unilora.model:UniLoraModel._assign_unilora_indices_and_scales(self, adapter_name)",
+    why="counts indices with bincount",
+    until="fake tensors have values that shapes decide",
+    since="0.20",
+)
+
+
 def _assign_scales(model, adapter_name: str) -> None:
-    """UniLoRA counts with bincount how often each shared weight is used, for a scale per element of A and B."""
+    """UniLoRA counts how often each shared weight is used, for a scale per element of A and B."""
     for module in model._iter_unilora_layers():
         if adapter_name in module.unilora_indices_A:
             indices = module.unilora_indices_A[adapter_name], module.unilora_indices_B[adapter_name]
             module.update_scaling(adapter_name, *(torch.empty(index.shape) for index in indices))
 
 
+_DECOMPOSED = Part.PEFT.replaces(
+    "peft.tuners.frod.model:FrodModel._init_frod_projections(self, config, adapter_name)",
+    "peft.tuners.frod.layer:FrodLayer._calculate_frod_u_and_lambda(self, V, W)",
+    why="decomposes the weights' values",
+    since="0.20",
+)
+
+
 def _make_projections(model, config, adapter_name: str) -> None:
-    """FRoD's projections, shared by all layers of a kind, without the decomposition of the weights."""
+    """FRoD's projections, shared by all layers of a kind."""
     from peft.tuners._buffer_dict import BufferDict
     from peft.tuners.frod.model import _category_from_key
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
@@ -120,6 +167,15 @@ def _make_projections(model, config, adapter_name: str) -> None:
 
 def _decompose(layer, projection, weight):
     return torch.empty(weight.shape[0], projection.shape[0]), torch.empty(projection.shape[0])
+
+
+_SPARSE = Part.PEFT.replaces(
+    "peft.tuners.frod.layer:Linear._get_frod_tensors(self, adapter)",
+    "peft.tuners.frod.layer:Linear._sparse_activation_mm(self, z_flat, S_sparse)",
+    why="a sparse tensor has no storage that a fake one could stand for",
+    until="the ledger counts sparse tensors",
+    since="0.20",
+)
 
 
 def _frod_tensors(layer, adapter: str, *, device, dtype):
@@ -156,16 +212,3 @@ class _SparseMatmul(torch.autograd.Function):
     def backward(ctx, grad):
         values, _, activations = ctx.saved_tensors
         return torch.empty_like(values), None, torch.empty_like(activations)
-
-
-_SHIRA_UPDATE = "peft.tuners.shira.layer:ShiraLayer.update_layer"
-_REPLACED = {
-    "peft.tuners.boft.layer:torch": _TorchWithout(unbind=lambda blocks: (blocks,), block_diag=_BlockDiagonal.apply),
-    "peft.tuners.boft.layer:BOFTLayer.perm2mat": lambda layer, order: torch.empty(len(order), len(order)),
-    "peft.tuners.shira.layer:Linear.get_delta_weight": _shira_delta,
-    "peft.tuners.unilora.model:UniLoraModel._assign_unilora_indices_and_scales": _assign_scales,
-    "peft.tuners.frod.model:FrodModel._init_frod_projections": _make_projections,
-    "peft.tuners.frod.layer:FrodLayer._calculate_frod_u_and_lambda": _decompose,
-    "peft.tuners.frod.layer:Linear._get_frod_tensors": _frod_tensors,
-    "peft.tuners.frod.layer:Linear._sparse_activation_mm": _sparse_matmul,
-}

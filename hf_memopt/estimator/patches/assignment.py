@@ -1,24 +1,22 @@
 """Losses of detection and segmentation: which prediction is matched with which box or mask."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
-from hf_memopt.estimator.patches.replacement import replaced
+from hf_memopt.estimator.private_names import Part
 
-_PATH = "scipy.optimize:linear_sum_assignment"
+_ASSIGNMENT = Part.DETECTION.replaces(
+    "scipy.optimize:linear_sum_assignment",
+    why="losses match predictions with targets by the values of their costs",
+)
 
 
-@contextmanager
-def matched_in_order() -> Iterator[None]:
+def matched_in_order() -> AbstractContextManager:
     """Match predictions and targets in their order: scipy needs the costs, but how many match follows from shapes."""
-    name = _PATH.partition(":")[2]
-    with ExitStack() as stack:
-        for module_name, module in list(sys.modules.items()):
-            # Each loss has imported the function by name, where scipy is installed.
-            if module_name.startswith("transformers.") and name in vars(module):
-                stack.enter_context(replaced(_PATH, _match_in_order, importer=module))
-        yield
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
+    # Each loss has imported the function by name, where scipy is installed.
+    losses = [module for module in modules if "linear_sum_assignment" in vars(module)]
+    return _ASSIGNMENT.replaced(losses, linear_sum_assignment=_match_in_order) if losses else nullcontext()
 
 
 def _match_in_order(costs):

@@ -21,12 +21,14 @@ from hf_memopt.engines import DDP, FSDP, DeepSpeed, Engine, MeshEngine
 from hf_memopt.engines.mesh import Mesh
 from hf_memopt.estimator.accounting.known_values import tensor_from_values
 from hf_memopt.estimator.patches import fake_disk
-from hf_memopt.estimator.patches.replacement import all_replaced, check, original, replaced
-from hf_memopt.estimator.patches.table import Part
+from hf_memopt.estimator.private_names import Part, check
 from hf_memopt.packages import is_installed, require
 
-_C10D = "torch.distributed.distributed_c10d"
-_MESH = "torch.distributed.device_mesh"
+_REAL_VALUES = Part.EVERY_JOB.relies_on(
+    "torch.utils._python_dispatch:_disable_current_modes()",
+    why="device meshes and 4-bit code tables need real values within a trace",
+    until="torch has a public name for it",
+)
 _NUMBERS = itertools.count(-1, -1)  # of meshes; below 0, where no thread's number is
 _GROUPS = itertools.count(1_000_000, 1_000_000)
 _SYNC_BUFFER = 250 * 2**20  # bytes; the bucket in which DistributedDataParallel broadcasts a model at the start
@@ -56,6 +58,28 @@ def fake_cluster(world_size: int, engine: Engine, ledger, rank: int = 0) -> Iter
             yield
 
 
+_WORLD = Part.SEVERAL_DEVICES.replaces(
+    "torch.distributed.distributed_c10d:_world",
+    why="the fake process group must not meet, rename or destroy the real ones of this process",
+    until="c10d can hold two worlds",
+)
+_NAMES = Part.SEVERAL_DEVICES.replaces(
+    "torch.distributed.distributed_c10d:_unregister_all_process_groups",
+    why="destroying the fake group would forget the names of the real ones",
+    until="c10d can hold two worlds",
+)
+_FORGOTTEN = Part.SEVERAL_DEVICES.relies_on(
+    "torch.distributed.distributed_c10d:_World",
+    "torch.distributed.distributed_c10d:_unregister_process_group",
+    why="the fake groups are forgotten one by one",
+    until="c10d can hold two worlds",
+)
+_STORE = Part.SEVERAL_DEVICES.relies_on(
+    "torch.testing._internal.distributed.fake_pg:FakeStore",
+    why="lets one process be rank r of N; importing the module registers the backend `fake`",
+)
+
+
 @contextmanager
 def process_group(world_size: int, rank: int) -> Iterator[None]:
     """A fake process group with one existing rank, independent of any real group of this process."""
@@ -64,8 +88,8 @@ def process_group(world_size: int, rank: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with (
-        replaced(f"{_C10D}:_world", _own_world(c10d._World)),
-        replaced(f"{_C10D}:_unregister_all_process_groups", lambda: None),
+        _WORLD.replaced(_world=_own_world(c10d._World)),
+        _NAMES.replaced(_unregister_all_process_groups=lambda: None),
         # init_process_group() installs a hook that prefixes uncaught errors with the rank.
         mock.patch.object(sys, "excepthook", sys.excepthook),
     ):
@@ -88,6 +112,41 @@ def _own_world(kind: type):
     return type("OwnWorld", (kind,), {**own, "group_count": next(_GROUPS)})()
 
 
+_BACKEND = Part.DEEPSPEED.replaces(
+    "deepspeed.comm.comm:cdb",
+    why="DeepSpeed's one communication backend a process; the trace has one over the fake group",
+    until="deepspeed.comm can hold two backends",
+)
+_COMPARED = Part.DEEPSPEED.replaces(
+    "deepspeed.runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks",
+    why="compares values with ranks that do not exist",
+)
+_ADAM = Part.DEEPSPEED.replaces(
+    "deepspeed.ops.adam:DeepSpeedCPUAdam(model_params, lr)",
+    "deepspeed.ops.adam:FusedAdam(params, lr)",
+    why="their C++ reads bytes",
+)
+_DISK = Part.DEEPSPEED.replaces(
+    "deepspeed.ops.op_builder:AsyncIOBuilder.load(self)",
+    why="its C++ reads and writes bytes; fake_disk.Handle takes the same buffers",
+)
+_WEIGHTS = Part.DEEPSPEED.replaces(
+    "deepspeed.runtime.zero.partition_parameters:Init.param_id",
+    why="real ranks know their weights by this counter; one rank's trace must not advance it",
+    until="the counter belongs to an engine",
+)
+_TENSOR = Part.DEEPSPEED.replaces(
+    "deepspeed.runtime.zero.partition_parameters:_orig_torch_tensor",
+    why="zero.Init puts it in the place of torch.tensor when it ends, and the trace's own reads known values",
+    until="zero.Init restores what it found",
+)
+_MODULES = Part.DEEPSPEED.replaces(
+    "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__",
+    why="numbers modules with a counter in its default argument `count=[0]`",
+    until="the counter belongs to an engine",
+)
+
+
 @contextmanager
 def _deepspeed(ledger) -> Iterator[None]:
     """DeepSpeed on the fake process group: CPU tensors, no shared-memory kernels, no checks across ranks."""
@@ -100,26 +159,21 @@ def _deepspeed(ledger) -> Iterator[None]:
     check(Part.DEEPSPEED)
     from deepspeed.utils import groups, logger
 
-    zero = "deepspeed.runtime.zero"
-    replacements = {
-        "deepspeed.comm.comm:cdb": None,
-        f"{zero}.partitioned_param_coordinator:assert_ints_same_as_other_ranks": lambda *_: None,
-        "deepspeed.ops.adam:DeepSpeedCPUAdam": KernelAdam,
-        "deepspeed.ops.adam:FusedAdam": KernelAdam,
-        "deepspeed.ops.op_builder:AsyncIOBuilder.load": fake_disk.loader(ledger),
-        # Real ranks identify weights and modules by these counters, which a trace in one rank must not advance.
-        f"{zero}.partition_parameters:Init.param_id": 0,
-        # What zero.Init leaves as torch.tensor behind it.
-        f"{zero}.partition_parameters:_orig_torch_tensor": tensor_from_values(torch.tensor),
-        f"{zero}.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__": ([0],),
-    }
     groups_before, disabled, accelerator = dict(vars(groups)), logger.disabled, deepspeed.accelerator.get_accelerator()
     logger.disabled = True
     deepspeed.accelerator.set_accelerator(_fake_accelerator())
     try:
-        # ZeRO-3 replaces torch's linear for good: replaced by itself here, so that it is restored.
-        linear = mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear)
-        with all_replaced(replacements), linear:
+        with (
+            _BACKEND.replaced(cdb=None),
+            _COMPARED.replaced(assert_ints_same_as_other_ranks=lambda *_: None),
+            _ADAM.replaced(DeepSpeedCPUAdam=KernelAdam, FusedAdam=KernelAdam),
+            _DISK.replaced(load=fake_disk.loader(ledger)),
+            _WEIGHTS.replaced(param_id=0),
+            _TENSOR.replaced(_orig_torch_tensor=tensor_from_values(torch.tensor)),
+            _MODULES.replaced(__defaults__=([0],)),
+            # ZeRO-3 replaces torch's linear for good: replaced by itself here, so that it is restored.
+            mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),
+        ):
             deepspeed.init_distributed(dist_backend="fake", verbose=False)
             yield
     finally:
@@ -152,26 +206,43 @@ def fake_accelerator() -> Iterator[None]:
     accelerator = deepspeed.accelerator.get_accelerator()
     deepspeed.accelerator.set_accelerator(_fake_accelerator())
     try:
-        with replaced("deepspeed.comm.comm:cdb", None):
+        with _BACKEND.replaced(cdb=None):
             yield
     finally:
         deepspeed.accelerator.set_accelerator(accelerator)
+
+
+_STORAGE = Part.FSDP2.replaces(
+    "torch.distributed.fsdp._fully_shard._fsdp_param:alloc_storage(tensor)",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:free_storage(tensor)",
+    why="gathered weights are freed by resizing their storage, which no dispatch mode sees",
+    until="UntypedStorage.resize_ can be observed",
+)
+_INPUTS = Part.FSDP2.replaces(
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives:_get_param_all_gather_inputs(fsdp_params)",
+    why="shards in host memory are copied to the device before they are gathered: in a trace both are one device",
+    until="fully_shard has a hook before the gathering",
+)
+_REDUCED = Part.FSDP2.replaces(
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward(self)",
+    why="gradients come to a shard without autograd's hooks",
+    until="fully_shard has a hook after the reduction",
+)
+_SHAPES = Part.FSDP2.replaces(
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached(self, op_schema)",
+    why="finds a result's shape by computing it on fake tensors of the whole size, which are no memory of the job",
+    until="DTensor finds shapes on meta tensors",
+)
 
 
 @contextmanager
 def following_fsdp(ledger) -> Iterator[None]:
     """Let the ledger follow FSDP2 where dispatch modes and autograd hooks cannot.
 
-    Gathered weights are freed by resizing their storage; DTensor infers a result's shape by computing it on fake
-    tensors of the unsharded size, which are not memory of the job; sharded gradients bypass autograd's hooks. Shards
-    that the ledger has on the host come to the device to be gathered, and their gradients leave it.
+    Shards that the ledger has on the host come to the device to be gathered, and their gradients leave it.
     """
-    shard = "torch.distributed.fsdp._fully_shard"
-    alloc, free = (f"{shard}._fsdp_param:{name}_storage" for name in ("alloc", "free"))
-    post_backward = f"{shard}._fsdp_param_group:FSDPParamGroup.post_backward"
-    find_shape = "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached"
-    gather_inputs = f"{shard}._fsdp_collectives:_get_param_all_gather_inputs"
-    reduce, find, inputs_of = original(post_backward), original(find_shape), original(gather_inputs)
+    reduce, find = _REDUCED.original("post_backward"), _SHAPES.original("_propagate_tensor_meta_non_cached")
+    inputs_of = _INPUTS.original("_get_param_all_gather_inputs")
 
     def followed(resize):
         def resize_and_follow(tensor):
@@ -214,17 +285,32 @@ def following_fsdp(ledger) -> Iterator[None]:
         where, layer = getattr(group.modules[0], "place_in_model", (beside, None))
         ledger.enter(f"{ledger.phase}: gradients of {where}", layer=layer)
 
-    resized = {path: followed(original(path)) for path in (alloc, free)}
-    moved = {gather_inputs: copied_inputs, post_backward: reduce_and_classify}
-    with all_replaced({**resized, **moved, find_shape: find_uncounted}):
+    with (
+        _STORAGE.replaced(**{name: followed(_STORAGE.original(name)) for name in ("alloc_storage", "free_storage")}),
+        _INPUTS.replaced(_get_param_all_gather_inputs=copied_inputs),
+        _REDUCED.replaced(post_backward=reduce_and_classify),
+        _SHAPES.replaced(_propagate_tensor_meta_non_cached=find_uncounted),
+    ):
         yield
+
+
+_MESHES = Part.FSDP2.replaces(
+    "accelerate:ParallelismConfig.build_device_mesh(self, device_type)",
+    "accelerate:ParallelismConfig._validate_accelerator(self, accelerator)",
+    why="meshes need real values, and accelerate refuses them without an accelerator (1.15)",
+    until="accelerate builds meshes on the CPU",
+)
+_LAYOUT = Part.FSDP2.replaces(
+    "torch.distributed.device_mesh:DeviceMesh.__init__(self, device_type)",
+    why="lays out ranks in a tensor whose values it reads",
+    until="DeviceMesh leaves the current modes by itself",
+)
 
 
 @contextmanager
 def _meshes() -> Iterator[None]:
-    """Build device meshes, which need tensors with values, outside the fake tensor mode and without an accelerator."""
-    build_path, init_path = "accelerate:ParallelismConfig.build_device_mesh", f"{_MESH}:DeviceMesh.__init__"
-    build, init = original(build_path), original(init_path)
+    """Build device meshes outside the fake tensor mode and without an accelerator."""
+    build, init = _MESHES.original("build_device_mesh"), _LAYOUT.original("__init__")
     number = next(_NUMBERS)  # DTensor caches what it did on a mesh, and an earlier trace's groups are gone
 
     def build_with_values(config, device_type):
@@ -236,12 +322,9 @@ def _meshes() -> Iterator[None]:
             init(mesh, *args, **kwargs)
         mesh._thread_id = number  # part of a mesh's hash (torch 2.13), by which DTensor's cache tells meshes apart
 
-    with all_replaced(
-        {
-            build_path: build_with_values,
-            init_path: init_with_values,
-            "accelerate:ParallelismConfig._validate_accelerator": lambda *_: None,
-        }
+    with (
+        _MESHES.replaced(build_device_mesh=build_with_values, _validate_accelerator=lambda *_: None),
+        _LAYOUT.replaced(__init__=init_with_values),
     ):
         yield
 
@@ -252,10 +335,17 @@ def _sharding(ledger) -> Iterator[None]:
         yield
 
 
+DATA_PARALLEL = Part.DDP.replaces(
+    "torch.nn.parallel:DistributedDataParallel(module, device_ids, output_device)",
+    why="its reducer is C++ that reads gradients' bytes; under FSDP2 accelerate wraps with it on the CPU",
+    until="the reducer runs on fake tensors, and accelerate starts FSDP2 on the CPU",
+)
+
+
 def _replicas(ledger):
     # The name is in the error of a script that asks the wrapper for what its model has: model.config.
     replica = type("DistributedDataParallel", (Replica,), {"ledger": ledger})
-    return replaced("torch.nn.parallel:DistributedDataParallel", replica)
+    return DATA_PARALLEL.replaced(DistributedDataParallel=replica)
 
 
 _FAKES = {DDP: _replicas, DeepSpeed: _deepspeed, FSDP: _sharding, MeshEngine: _sharding}
@@ -296,6 +386,19 @@ class Replica(torch.nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
+
+
+_SHARDED = Part.MESH.relies_on(
+    "transformers:PreTrainedModel.maybe_distribute_model(model, distributed_config, mesh_manager)",
+    "transformers.distributed.utils:TransformersDeviceMesh(dense_mesh, expert_mesh)",
+    why="shards a model as from_pretrained does with a DistributedConfig",
+    until="from_config takes a DistributedConfig",
+)
+_DEFERRED = Part.MESH.relies_on(
+    "transformers:Trainer._defer_fsdp_gradient_reduction(self)",
+    why="keeps whole gradients of all micro-batches; levers.sharded_gradients reduces each micro-batch's",
+    until="transformers has a setting for it",
+)
 
 
 def spread(model, mesh: Mesh, bf16: bool):

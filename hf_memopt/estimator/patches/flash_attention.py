@@ -16,7 +16,7 @@ from torch.nn import functional
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.flash_kernels import BACKWARD, Attention, check_call, round_up
 from hf_memopt.estimator.patches.flex_attention import own_attention
-from hf_memopt.estimator.patches.replacement import original, replaced
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.hardware.attention import FLASH, FlashAttention, flash_attention
 
 _aten = torch.ops.aten
@@ -97,6 +97,31 @@ def _kernel_arguments(is_causal: bool, max_seqlen_q=None, max_seqlen_k=None, **_
     return {"causal": is_causal, **{name: value for name, value in lengths.items() if value is not None}}
 
 
+_IMPORTED = Part.FLASH_ATTENTION.replaces(
+    f"{_UTILS}:lazy_import_flash_attention(implementation, attention_wrapper, allow_all_kernels)",
+    f"{_UTILS}:FLASH_ATTENTION_COMPATIBILITY_MATRIX",
+    why="finds the installed kernels and takes the hub's for missing ones; a trace needs none of them",
+    until="transformers loads a model with attention that is not installed",
+)
+_DISPATCH = Part.FLASH_ATTENTION.replaces(
+    "transformers:PreTrainedModel._flash_attn_can_dispatch(self, flash_attn_version, is_init_check)",
+    why="asks for the package and for a GPU of this machine",
+    until="transformers loads a model with attention that is not installed",
+)
+_BOUNDS = Part.FLASH_ATTENTION.replaces(
+    f"{_UTILS}:_get_unpad_data(attention_mask)",
+    f"{_UTILS}:_is_packed_sequence(position_ids, batch_size)",
+    f"{_UTILS}:prepare_fa_kwargs_from_position_ids(position_ids)",
+    why="read the values of masks and positions to find where sequences end",
+)
+_AROUND = Part.FLASH_ATTENTION.relies_on(
+    f"{_UTILS}:_pad_input(hidden_states, indices, batch, seqlen)",
+    f"{_UTILS}:_unpad_input(hidden_states, attention_mask)",
+    f"{_UTILS}:_flash_attention_forward(query_states, key_states, value_states)",
+    why="what transformers does around the kernel runs as it is",
+)
+
+
 @contextmanager
 def counted_flash_attention(
     capability: float = 0.0, packed: bool = False, names: Iterable[str] = ()
@@ -113,7 +138,7 @@ def counted_flash_attention(
     from transformers import modeling_flash_attention_utils as utils
     from transformers import modeling_utils as models
 
-    padding = original(f"{_UTILS}:_pad_input"), original(f"{_UTILS}:_unpad_input")
+    padding = _AROUND.original("_pad_input"), _AROUND.original("_unpad_input")
     functions = {name: _attend(name, capability) for name in FLASH}
 
     def register(implementation: str | None) -> None:  # as load_and_register_attn_kernel does
@@ -131,8 +156,7 @@ def counted_flash_attention(
         attention, masks = stack.enter_context(own_attention())
         for name in filter(flash_attention, names):
             register(name)
-        for importer in (utils, models):
-            stack.enter_context(replaced(f"{_UTILS}:lazy_import_flash_attention", imported, importer=importer))
+        stack.enter_context(_IMPORTED.replaced([utils, models], lazy_import_flash_attention=imported))
         for module in filter(None, (sys.modules.get(_modeling(name)) for name in _CONDITIONAL)):
             stack.enter_context(_with_flash_attention(module))
 
@@ -142,16 +166,18 @@ def counted_flash_attention(
             stack.enter_context(_with_flash_attention(sys.modules[type(model).__module__]))
             return True
 
-        always = {version: {**row, "general_availability_check": lambda: True} for version, row in _matrix().items()}
-        for path, new in {
-            f"{_UTILS}:_get_unpad_data": _unpad_nothing,
-            f"{_UTILS}:_is_packed_sequence": lambda ids, batch_size: packed and ids is not None and batch_size == 1,
-            f"{_UTILS}:prepare_fa_kwargs_from_position_ids": _one_sequence,
-            "transformers:PreTrainedModel._flash_attn_can_dispatch": can_dispatch,
-        }.items():
-            stack.enter_context(replaced(path, new))
-        stack.enter_context(replaced(f"{_UTILS}:FLASH_ATTENTION_COMPATIBILITY_MATRIX", always, importer=models))
-        yield
+        matrix = _IMPORTED.original("FLASH_ATTENTION_COMPATIBILITY_MATRIX")
+        always = {version: {**row, "general_availability_check": lambda: True} for version, row in matrix.items()}
+        with (
+            _BOUNDS.replaced(
+                _get_unpad_data=_unpad_nothing,
+                _is_packed_sequence=lambda ids, batch_size: packed and ids is not None and batch_size == 1,
+                prepare_fa_kwargs_from_position_ids=_one_sequence,
+            ),
+            _DISPATCH.replaced(_flash_attn_can_dispatch=can_dispatch),
+            _IMPORTED.replaced([models], FLASH_ATTENTION_COMPATIBILITY_MATRIX=always),
+        ):
+            yield
 
 
 def _check_capability(name: str | None, flash: FlashAttention, capability: float) -> None:
@@ -163,10 +189,6 @@ def _check_capability(name: str | None, flash: FlashAttention, capability: float
         )
 
 
-def _matrix() -> dict[int, dict]:
-    return original(f"{_UTILS}:FLASH_ATTENTION_COMPATIBILITY_MATRIX")
-
-
 def _modeling(name: str) -> str:
     return f"transformers.models.{name}.modeling_{name}"
 
@@ -174,7 +196,7 @@ def _modeling(name: str) -> str:
 def _with_flash_attention(module: ModuleType):
     """Lend a model's module the function that it has not imported."""
     name = "_flash_attention_forward"
-    function = getattr(module, name, original(f"{_UTILS}:{name}"))
+    function = getattr(module, name, _AROUND.original(name))
     needs = module.__name__ in map(_modeling, _CONDITIONAL)
     return mock.patch.object(module, name, function, create=True) if needs else ExitStack()
 

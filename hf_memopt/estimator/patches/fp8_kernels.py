@@ -5,7 +5,12 @@ from types import SimpleNamespace
 
 import torch
 
-from hf_memopt.estimator.patches.replacement import replaced
+from hf_memopt.estimator.private_names import Part
+
+_KERNELS = Part.FP8.replaces(
+    "transformers.integrations.finegrained_fp8:load_finegrained_fp8_kernel()",
+    why="the kernels come from the hub and run on cards alone",
+)
 
 
 def counted_fp8_kernels() -> AbstractContextManager:
@@ -15,7 +20,7 @@ def counted_fp8_kernels() -> AbstractContextManager:
     prefers on Hopper, also holds a copy of the input, one byte an element.
     """
     kernels = SimpleNamespace(matmul=_matmul, grouped_matmul=_matmul, batched_matmul=_matmul)
-    return replaced("transformers.integrations.finegrained_fp8:load_finegrained_fp8_kernel", lambda: kernels)
+    return _KERNELS.replaced(load_finegrained_fp8_kernel=lambda: kernels)
 
 
 def _matmul(left, right, scales, *args, **kwargs):

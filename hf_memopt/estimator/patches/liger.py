@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.patches.replacement import replaced
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.hardware import Hardware
 from hf_memopt.levers.chunked_loss import LazyLogits
 from hf_memopt.levers.language_model import IGNORED, inner_model, shifted_labels
@@ -115,6 +115,12 @@ def describe_liger(model_type: str) -> str:
     return f"Liger's kernels are counted as the source of 0.8.5 says; not measured on a GPU{but}"
 
 
+_LIGER = Part.LIGER.replaces(
+    "transformers.trainer:apply_liger_kernel(model, kernel_config)",
+    why="Liger's kernels are Triton, which has no fake tensors",
+)
+
+
 @contextmanager
 def counted_liger(capability: float = 0.0) -> Iterator[None]:
     """Make the Trainer apply stand-ins that allocate what Liger's kernels allocate.
@@ -130,8 +136,14 @@ def counted_liger(capability: float = 0.0) -> Iterator[None]:
             if kernels is not None:
                 _apply(inner, kernels, kernel_config or {}, capability, stack)
 
-        stack.enter_context(replaced("transformers.trainer:apply_liger_kernel", apply))
+        stack.enter_context(_LIGER.replaced(apply_liger_kernel=apply))
         yield
+
+
+_ROTATION = Part.LIGER.replaces(
+    "transformers.models.llama.modeling_llama:apply_rotary_pos_emb(q, k, cos, sin)",
+    why="every model's module has its own copy, in whose place Liger puts one that rotates in place",
+)
 
 
 def _apply(inner, kernels: _Kernels, chosen: dict, capability: float, stack: ExitStack) -> None:
@@ -146,8 +158,7 @@ def _apply(inner, kernels: _Kernels, chosen: dict, capability: float, stack: Exi
     if kernels.gate and chosen.get(kernels.gate, True):
         _replace_gates(inner.get_decoder(), kernels.joined)
     if kernels.rope and chosen.get("rope", True):
-        path = "transformers.models.llama.modeling_llama:apply_rotary_pos_emb"
-        stack.enter_context(replaced(path, _rotate, importer=_models_module(inner)))
+        stack.enter_context(_ROTATION.replaced([_models_module(inner)], apply_rotary_pos_emb=_rotate))
     if losses[_FUSED]:
         _fuse_loss(inner, capability)
     elif losses[_PLAIN]:

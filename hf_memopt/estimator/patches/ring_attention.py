@@ -11,10 +11,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.patches.replacement import original, replaced
+from hf_memopt.estimator.private_names import Part
 
-_PREPARE = "transformers:Trainer._prepare_context_parallel_inputs"
-_TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
+_INPUTS = Part.CONTEXT_PARALLEL.replaces(
+    "transformers:Trainer._prepare_context_parallel_inputs(self, model, inputs)",
+    why="asks accelerate to divide batches, which it does on accelerators only (1.15)",
+    until="accelerate starts FSDP2 on the CPU",
+)
+_MASKS = Part.CONTEXT_PARALLEL.relies_on(
+    "accelerate.big_modeling:_attach_context_parallel_hooks(model)",
+    why="takes the masks from a model's attention, as accelerate does where it divides batches",
+    until="accelerate starts FSDP2 on the CPU",
+)
+_EXCHANGES = Part.CONTEXT_PARALLEL.relies_on(
+    "torch.distributed.tensor.experimental._context_parallel._attention:_templated_ring_attention"
+    "(group, seq_dim, op, query, key, value, is_causal)",
+    "torch.distributed.tensor.experimental._context_parallel._attention:_templated_ring_attention_backward"
+    "(group, seq_dim, op, grad_out, grad_out_name, query, key, value, out, logsumexp, is_causal)",
+    why="the ring itself, around any kernel",
+    until="torch has a ring for the CPU's kernel",
+)
 _aten = torch.ops.aten
 _ENABLED = SimpleNamespace(cp_enabled=True, cp_backend="torch")  # as the Trainer asks accelerate's ParallelismConfig
 
@@ -37,7 +53,8 @@ def ring_attention(model, processes: int, world_size: int) -> Iterator[None]:
     sizes = world_size // processes, processes
     with _disable_current_modes():  # ranks need values
         group = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_shard", "cp"))["cp"].get_group()
-    prepare, attention = original(_PREPARE), {"scaled_dot_product_attention": attention_around(group)}
+    prepare = _INPUTS.original("_prepare_context_parallel_inputs")
+    attention = {"scaled_dot_product_attention": attention_around(group)}
 
     def divided(trainer, model, inputs):
         with mock.patch.object(trainer.accelerator.state, "parallelism_config", _ENABLED):
@@ -50,7 +67,7 @@ def ring_attention(model, processes: int, world_size: int) -> Iterator[None]:
         return partial(_held, whole, mock.patch.multiple(torch.nn.functional, **attention)), inputs
 
     _attach_context_parallel_hooks(model)
-    with replaced(_PREPARE, divided):
+    with _INPUTS.replaced(_prepare_context_parallel_inputs=divided):
         yield
 
 
@@ -78,7 +95,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, is_causal, scale, group):
-        attend = original(f"{_TORCH}:_templated_ring_attention")
+        attend = _EXCHANGES.original("_templated_ring_attention")
         kernel = _aten._scaled_dot_product_flash_attention_for_cpu.default
         out, logsumexp = attend(group, 2, kernel, query, key, value, is_causal=is_causal, scale=scale)
         ctx.save_for_backward(query, key, value, out, logsumexp)
@@ -87,7 +104,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        attend = original(f"{_TORCH}:_templated_ring_attention_backward")
+        attend = _EXCHANGES.original("_templated_ring_attention_backward")
         kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         is_causal, scale, group = ctx.settings
         arguments = {"is_causal": is_causal, "scale": scale, "dropout_p": 0.0}

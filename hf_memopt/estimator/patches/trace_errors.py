@@ -12,7 +12,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
-from hf_memopt.estimator.patches.replacement import version
+from hf_memopt.estimator.private_names import version
 
 # What the libraries raise for settings that they refuse.
 _REFUSALS = (ValueError, ImportError, AssertionError, ArithmeticError, RuntimeError)

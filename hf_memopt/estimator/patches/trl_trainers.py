@@ -13,12 +13,22 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from hf_memopt.estimator.patches.replacement import all_replaced, replaced
+from hf_memopt.estimator.private_names import Part
 
-_HEAD = "trl.kernels.chunked_logprob"
+_TRITON = Part.TRL.replaces(
+    "trl.trainer.utils:_use_triton(device)",
+    why="with Triton the head scores the tokens of completions alone",
+)
+_TILES = Part.TRL.replaces(
+    "trl.kernels.chunked_logprob:_forward_tile(tile, tile_stride, targets)",
+    "trl.kernels.chunked_logprob:_backward_tile(tile, tile_stride, targets)",
+    "trl.kernels.chunked_logprob:_addmm_fp32(acc, a, b)",
+    why="Triton's kernels allocate nothing, where their forms for CPUs copy each tile of logits",
+)
 
 
-def counted_fused_head() -> AbstractContextManager:
+@contextmanager
+def counted_fused_head() -> Iterator[None]:
     """The head as on a device with Triton: it scores the completions' tokens alone, its kernels fold each tile of
     logits in registers and write their gradient over it, and cuBLAS adds 16-bit products into fp32 sums (addmm with
     out_dtype). On a CPU each of the three makes copies of a tile: 4,096 tokens × 32,768 words in fp32."""
@@ -30,14 +40,17 @@ def counted_fused_head() -> AbstractContextManager:
     def add_product(acc, a, b) -> None:
         acc.add_(0)
 
-    return all_replaced(
-        {
-            "trl.trainer.utils:_use_triton": lambda device: True,
-            f"{_HEAD}:_forward_tile": fold,
-            f"{_HEAD}:_backward_tile": fold,
-            f"{_HEAD}:_addmm_fp32": add_product,
-        }
-    )
+    with (
+        _TRITON.replaced(_use_triton=lambda device: True),
+        _TILES.replaced(_forward_tile=fold, _backward_tile=fold, _addmm_fp32=add_product),
+    ):
+        yield
+
+
+_ADDED_HEAD = Part.TRL.replaces(
+    "trl.trainer.utils:add_fused_lm_head(model)",
+    why="DPO trainers of LLaMA-Factory and ms-swift compute all logits",
+)
 
 
 def whole_logits(tool: str) -> AbstractContextManager:
@@ -74,7 +87,7 @@ def whole_logits(tool: str) -> AbstractContextManager:
 
     import trl.trainer.dpo_trainer
 
-    return replaced("trl.trainer.utils:add_fused_lm_head", add_head, importer=trl.trainer.dpo_trainer)
+    return _ADDED_HEAD.replaced([trl.trainer.dpo_trainer], add_fused_lm_head=add_head)
 
 
 class _Kept(torch.autograd.Function):
@@ -108,6 +121,20 @@ def _selective(logits, labels):
 WHOLE_LOGITS = {"LLaMA-Factory": _log_softmax, "ms-swift": _selective}
 
 
+_DPO = Part.TRL.replaces(
+    "trl.trainer.dpo_trainer:DPOTrainer._precompute_ref_logps(self, dataset, name, batch_size)",
+    why="runs the reference model when the trainer is made, for values",
+)
+_KTO = Part.TRL.replaces(
+    "trl.trainer.kto_trainer:KTOTrainer._precompute_ref_logps(self, dataset, name, batch_size)",
+    why="runs the reference model when the trainer is made, for values",
+)
+_HASH = Part.TRL.replaces(
+    "trl.trainer.utils:hash_module(module)",
+    why="the cache of precomputed log-probabilities is named after the weights' values",
+)
+
+
 @contextmanager
 def without_precomputing() -> Iterator[None]:
     """Trainers that compute the reference's log-probabilities when they are made get columns of zeros.
@@ -125,15 +152,23 @@ def without_precomputing() -> Iterator[None]:
     import trl.trainer.dpo_trainer
     import trl.trainer.kto_trainer
 
-    replacements = {
-        "trl.trainer.dpo_trainer:DPOTrainer._precompute_ref_logps": pairs,
-        "trl.trainer.kto_trainer:KTOTrainer._precompute_ref_logps": answers,
-    }
-    with contextlib.ExitStack() as stack:
-        for module in (trl.trainer.dpo_trainer, trl.trainer.kto_trainer):
-            stack.enter_context(replaced("trl.trainer.utils:hash_module", lambda weights: "", importer=module))
-        stack.enter_context(all_replaced(replacements))
+    with (
+        _HASH.replaced([trl.trainer.dpo_trainer, trl.trainer.kto_trainer], hash_module=lambda weights: ""),
+        _DPO.replaced(_precompute_ref_logps=pairs),
+        _KTO.replaced(_precompute_ref_logps=answers),
+    ):
         yield
+
+
+_ENGINE = Part.ROLLOUTS.replaces(
+    "trl.generation.vllm_generation:VLLMGeneration._init_vllm(self)",
+    why="starts an engine, whose memory is counted by arithmetic",
+)
+_REFERENCE = Part.ROLLOUTS.replaces(
+    "trl.trainer.utils:create_model_from_path(model_id)",
+    why="loads the reference model by the name of the policy",
+    until="TRL's trainers that generate take a reference model",
+)
 
 
 @contextmanager
@@ -158,10 +193,8 @@ def without_engine(
         with mode:
             return make_reference()
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced("trl.generation.vllm_generation:VLLMGeneration._init_vllm", start))
-        for module in (trl.trainer.grpo_trainer, trl.trainer.rloo_trainer) if make_reference else ():
-            stack.enter_context(replaced("trl.trainer.utils:create_model_from_path", load, importer=module))
+    importers = [trl.trainer.grpo_trainer, trl.trainer.rloo_trainer] if make_reference else []
+    with _ENGINE.replaced(_init_vllm=start), _REFERENCE.replaced(importers, create_model_from_path=load):
         yield
 
 

@@ -3,9 +3,19 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hf_memopt.estimator.patches.replacement import all_replaced
+from hf_memopt.estimator.private_names import Part
 
-_GROUPS = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+_GROUPS = Part.DEEPSPEED.replaces(
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp:_SEQUENCE_PARALLEL_GROUP",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp:_SEQUENCE_DATA_PARALLEL_GROUP",
+    why="a process has one group of each kind, and the trace's is over the fake process group",
+    until="deepspeed can hold two",
+)
+_USED = Part.DEEPSPEED.relies_on(
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers"
+    "(model_name_or_path, core_attn_implementation, sequence_parallel_size, micro_batch_size)",
+    why="accelerate calls it while it prepares a model whose batches it divides, which are traced divided",
+)
 
 
 @contextmanager
@@ -26,8 +36,7 @@ def shared_samples(model, attention: str, processes: int, micro_batch: int) -> I
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     before = ALL_ATTENTION_FUNCTIONS[attention]
-    groups = ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP")
-    with all_replaced({f"{_GROUPS}:{name}": None for name in groups}):
+    with _GROUPS.replaced(_SEQUENCE_PARALLEL_GROUP=None, _SEQUENCE_DATA_PARALLEL_GROUP=None):
         UlyssesSPAttentionHF.register_with_transformers(
             model_name_or_path=model,
             core_attn_implementation=attention,

@@ -10,10 +10,16 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from hf_memopt.estimator.patches.replacement import original, replaced
-from hf_memopt.stack.versions import has
+from hf_memopt.estimator.private_names import Part
 
 _MOST = 16  # groups that are traced
+_WINDOWS = Part.VISION.replaces(
+    "transformers.vision_utils:get_vision_attention_seqlens(grid_thw, config)",
+    "transformers.vision_utils:get_vision_window_index(grid_thw, spatial_merge_size, window_size, patch_size)",
+    why="a vision tower makes a call to attention for every window: thousands, traced as a few larger ones",
+    until="transformers attends to all windows in one call without flash attention",
+    since="5.15",  # before, each model has its own, traced as it is
+)
 
 
 @contextmanager
@@ -21,18 +27,14 @@ def fewer_windows(attn_implementation: str | None) -> Iterator[None]:
     """Merge the windows of all imported models into a few groups; not for eager attention, which stores scores, nor
     for flash attention, which attends to all in one call."""
     exact = attn_implementation == "eager" or "flash" in (attn_implementation or "")
+    needed = _WINDOWS.needed and not exact
     with ExitStack() as stack:
-        for name in ("get_vision_attention_seqlens", "get_vision_window_index"):
-            path = f"transformers.vision_utils:{name}"
-            if not has("transformers", "5.15"):
-                break  # each model has its own code, traced as it is
-            compute = original(path)
-            grouped = _grouped(compute)
-            for module_name, module in list(sys.modules.items()):
-                # Each model has imported the function by name, and calls its own copy.
-                imports = module_name.startswith("transformers.models.") and vars(module).get(name) is compute
-                if imports and not exact:
-                    stack.enter_context(replaced(path, grouped, importer=module))
+        for name in ("get_vision_attention_seqlens", "get_vision_window_index") if needed else ():
+            compute = _WINDOWS.original(name)
+            # Each model has imported the function by name, and calls its own copy.
+            models = [module for path, module in list(sys.modules.items()) if path.startswith("transformers.models.")]
+            importers = [model for model in models if vars(model).get(name) is compute]
+            stack.enter_context(_WINDOWS.replaced(importers, **{name: _grouped(compute)}))
         yield
 
 

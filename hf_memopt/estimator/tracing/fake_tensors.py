@@ -29,7 +29,7 @@ from hf_memopt.estimator.patches.adapters import traceable_adapters
 from hf_memopt.estimator.patches.assignment import matched_in_order
 from hf_memopt.estimator.patches.flex_attention import counted_flex_attention
 from hf_memopt.estimator.patches.fp8_kernels import counted_fp8_kernels
-from hf_memopt.estimator.patches.replacement import all_replaced, replaced
+from hf_memopt.estimator.private_names import Part
 
 
 class FakeMode(FakeTensorMode):
@@ -41,6 +41,38 @@ class FakeMode(FakeTensorMode):
 
     def __deepcopy__(self, memo: dict) -> "FakeMode":
         return self
+
+
+CAST = Part.EVERY_JOB.replaces(
+    "torch.nn:Module.to(self)",
+    why="moving a module swaps its parameters, which fake tensors refuse: only the cast is done, in place",
+    until="Module.to works on fake tensors",
+)
+_EXPORT = Part.EVERY_JOB.replaces(
+    "transformers.utils.import_utils:is_fake_tensor(x)",
+    why="transformers takes a fake tensor for an export and then builds every attention mask in full",
+    until="transformers asks torch.compiler.is_exporting() instead",
+)
+_TENSOR = Part.EVERY_JOB.replaces(
+    "torch:tensor",
+    why="reads the bytes of the tensors in a list; fake ones have none, but may have a known value",
+    until="torch.tensor takes fake tensors with a constant",
+)
+_LIST = Part.EVERY_JOB.replaces(
+    "torch._subclasses.fake_tensor:FakeTensor.tolist(self)",
+    why="asks element by element; known values are read at once",
+    until="never: torch knows nothing of known values",
+)
+_COPY = Part.EVERY_JOB.replaces(
+    "torch._subclasses.fake_tensor:FakeTensor.__deepcopy__(self, memo)",
+    why="torch 2.13 writes into the storage of a fake tensor's constant and corrupts the heap",
+    until="deepcopy of FakeTensor(constant=…) works",
+)
+_COMPILE = Part.EVERY_JOB.replaces(
+    "torch:compile(model)",
+    why="nothing compiles on fake tensors; torchao's optimizer step is booked as its compiled form",
+    until="never: a trace does not compile",
+)
 
 
 @contextmanager
@@ -60,17 +92,13 @@ def fake_world(backend: str, flex: bool = False, paging: Callable = nullcontext,
     # At the first call in a `with torch.device(…)` torch caches its constructors: those must not be the replaced ones.
     with torch.device("cpu"):
         torch.empty(0)
-    fake_tensor = "torch._subclasses.fake_tensor:FakeTensor"
-    replacements = {
-        "torch.nn:Module.to": cast_in_place,
-        "transformers.utils.import_utils:is_fake_tensor": lambda tensor: False,
-        "torch:tensor": tensor_from_values(torch.tensor),
-        f"{fake_tensor}.tolist": tolist_from_values(FakeTensor.tolist),
-        f"{fake_tensor}.__deepcopy__": _deepcopy,
-        "torch:compile": _uncompiled,
-    }
     with (
-        all_replaced(replacements),
+        CAST.replaced(to=cast_in_place),
+        _EXPORT.replaced(is_fake_tensor=lambda tensor: False),
+        _TENSOR.replaced(tensor=tensor_from_values(torch.tensor)),
+        _LIST.replaced(tolist=tolist_from_values(FakeTensor.tolist)),
+        _COPY.replaced(__deepcopy__=_deepcopy),
+        _COMPILE.replaced(compile=_uncompiled),
         foreach_optimizers() if accelerator else nullcontext(),
         _bitsandbytes(paging if accelerator else None, accelerator),
         traceable_adapters(),
@@ -85,7 +113,7 @@ def fake_world(backend: str, flex: bool = False, paging: Callable = nullcontext,
 
 
 def cast_in_place(module: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
-    """Module.to that only casts: torch cannot swap fake parameters, so each keeps its identity and gets new data."""
+    """Module.to that only casts: each parameter keeps its identity and gets new data."""
     dtype = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
     if dtype is not None:
         for weight in (*module.parameters(), *module.buffers()):
@@ -131,6 +159,33 @@ def _quantized_step(weight, gradient, step, mean, *args) -> None:
 PAGED_FROM = 1e5  # elements of a weight whose states bitsandbytes pages (optim/optimizer.py, get_state_buffer)
 
 
+_GATHERED = Part.BITSANDBYTES.replaces(
+    "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module(module)",
+    why="wraps a weight that FSDP gathered in Params4bit, which cannot hold a fake tensor",
+    until="Params4bit holds fake tensors",
+)
+_MATMUL = Part.BITSANDBYTES.replaces(
+    "bitsandbytes:matmul(A, B, out, state, threshold, bias)",
+    why="8-bit training runs another function on a CPU than on CUDA, whose jobs are traced on the CPU",
+    until="fake CUDA tensors run in builds of torch without CUDA",
+)
+_DOUBLE = Part.BITSANDBYTES.replaces(
+    "bitsandbytes.optim:AdEMAMix._get_state_double_buffer(self, p, dtype)",
+    why="pages AdEMAMix's states even on the CPU (0.50), where a fake one cannot be paged",
+    until="never: a trace has no managed memory",
+)
+_STATES = Part.BITSANDBYTES.replaces(
+    "bitsandbytes.optim.optimizer:Optimizer8bit.get_state_buffer(self, p, dtype)",
+    why="paged states are in CUDA managed memory, which torch's allocator does not count",
+    until="never: a trace has no managed memory",
+)
+_TABLES = Part.BITSANDBYTES.relies_on(
+    "bitsandbytes.functional:name2qmap",
+    why="the code table that quantization keeps there is made of real values",
+    until="Params4bit holds fake tensors",
+)
+
+
 @contextmanager
 def _bitsandbytes(paging: Callable | None, accelerator: bool) -> Iterator[None]:
     """bitsandbytes (0.50) on fake tensors: a manager and code tables of the trace's own, and pages where it pages.
@@ -142,7 +197,7 @@ def _bitsandbytes(paging: Callable | None, accelerator: bool) -> Iterator[None]:
         yield
         return
 
-    def restore(module) -> None:  # bitsandbytes' own wraps the gathered weight, which Params4bit cannot hold if fake
+    def restore(module) -> None:
         if getattr(module.weight, "quant_state", None) is None:
             module.weight.quant_state = module.quant_state
 
@@ -165,10 +220,10 @@ def _bitsandbytes(paging: Callable | None, accelerator: bool) -> Iterator[None]:
         # Quantization creates the 8-bit code table once per process and keeps it on the device for good. Every trace
         # creates its own, so that the first trace of a process allocates what all others do.
         mock.patch.dict(name2qmap, clear=True),
-        replaced("bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module", restore),
-        replaced("bitsandbytes.optim.optimizer:Optimizer8bit.get_state_buffer", buffer),
-        replaced("bitsandbytes.optim:AdEMAMix._get_state_double_buffer", double_buffer),
-        replaced("bitsandbytes:matmul", matmul_on_cuda) if accelerator else nullcontext(),
+        _GATHERED.replaced(fix_4bit_weight_quant_state_from_module=restore),
+        _STATES.replaced(get_state_buffer=buffer),
+        _DOUBLE.replaced(_get_state_double_buffer=double_buffer),
+        _MATMUL.replaced(matmul=matmul_on_cuda) if accelerator else nullcontext(),
     ):
         yield
 

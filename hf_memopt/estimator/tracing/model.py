@@ -3,13 +3,12 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.errors import InputError, as_input_error, brief
-from hf_memopt.estimator.patches.replacement import check, replaced
-from hf_memopt.estimator.patches.table import Part
+from hf_memopt.estimator.private_names import Part, check
 from hf_memopt.estimator.tracing.dtypes import traceable_dtype
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 from hf_memopt.estimator.tracing.quantization import is_quantized, quantize
@@ -154,12 +153,17 @@ def _refused_configuration(config) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def outside_zero3() -> Iterator[None]:
+_ZERO3 = Part.EVERY_JOB.replaces(
+    "transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",
+    why="a traced model must not become part of a real ZeRO-3 job of this process",
+    until="transformers can build a model outside ZeRO-3",
+)
+
+
+def outside_zero3() -> AbstractContextManager:
     """Models built in here are not partitioned, also in a process that trains under ZeRO-3."""
     # transformers asks this module-level weak reference whether to partition every new model.
-    with replaced("transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref", None):
-        yield
+    return _ZERO3.replaced(_hf_deepspeed_config_weak_ref=None)
 
 
 def resolve_dtype(config, dtype: str = "auto") -> str:

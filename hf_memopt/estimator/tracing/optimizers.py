@@ -16,7 +16,7 @@ import torch
 from hf_memopt.compatibility.rules import PACKAGES
 from hf_memopt.compatibility.setup import check_package
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.patches.replacement import original, replaced
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.estimator.tracing.fake_tensors import QUANTIZED_STEP_BYTES
 from hf_memopt.packages import is_installed
 
@@ -63,7 +63,12 @@ class TorchAO4Bit(TorchAO8Bit):
 
 
 _CLASSES = {"AdamW8bit": TorchAO8Bit, "AdamW4bit": TorchAO4Bit}
-_HANDLERS = "transformers.trainer_optimizer:_OPTIMIZER_HANDLERS"
+_TORCHAO = Part.OPTIMIZERS.replaces(
+    "transformers.trainer_optimizer:_OPTIMIZER_HANDLERS",
+    "transformers.trainer_optimizer:is_torchao_available",
+    why="creates torchao's optimizers where it is not installed: they are counted by formula",
+    until="never: a trace needs no torchao",
+)
 # They call CUDA when they are made or step.
 _CUDA_ONLY = {"adalomo", "galore_adamw_8bit", "galore_adamw_8bit_layerwise", "adamw_anyprecision"}
 # On a device GrokAdamW's states are in host memory, and Triton kernels step StableAdamW: not what a CPU trace sees.
@@ -92,22 +97,19 @@ def by_formula(optim: str) -> bool:
     return PACKAGES.get(optim) == "torchao" and not is_installed("torchao")
 
 
-@contextlib.contextmanager
-def stand_ins(optim: str) -> Iterator[None]:
+def stand_ins(optim: str) -> contextlib.AbstractContextManager:
     """transformers creates stand-ins in here, where an optimizer is counted by formula."""
     if not by_formula(optim):
-        yield
-        return
+        return contextlib.nullcontext()
     import transformers.trainer
 
-    handlers = original(_HANDLERS)
+    handlers = _TORCHAO.original("_OPTIMIZER_HANDLERS")
 
     def create(context):
         with _torchao_found():
             return handlers[optim](context)
 
-    with replaced(_HANDLERS, {**handlers, optim: create}, transformers.trainer):
-        yield
+    return _TORCHAO.replaced([transformers.trainer], _OPTIMIZER_HANDLERS={**handlers, optim: create})
 
 
 @contextlib.contextmanager
@@ -121,6 +123,6 @@ def _torchao_found() -> Iterator[None]:
         mock.patch.object(
             importlib.metadata, "version", lambda name: "0.18.0" if name == "torchao" else version(name)
         ),
-        replaced("transformers.trainer_optimizer:is_torchao_available", lambda *_: True),
+        _TORCHAO.replaced(is_torchao_available=lambda *_: True),
     ):
         yield

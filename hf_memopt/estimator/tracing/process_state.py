@@ -12,8 +12,16 @@ import numpy
 import torch
 
 from hf_memopt.engines import Engine
-from hf_memopt.estimator.patches.replacement import replaced
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.estimator.tracing.model import outside_zero3
+
+_SINGLETONS = Part.EVERY_JOB.relies_on(
+    "accelerate.state:PartialState._shared_state",
+    "accelerate.state:AcceleratorState._shared_state",
+    "accelerate.state:GradientState._shared_state",
+    why="accelerate keeps one state a process; a real job may be using it, so it is put back",
+    until="an Accelerator can have a state of its own",
+)
 
 
 @contextlib.contextmanager
@@ -108,14 +116,18 @@ def _determinism_kept():
         cudnn.deterministic, cudnn.benchmark = before
 
 
-@contextlib.contextmanager
-def without_deepspeed(engine: Engine):
+_DEEPSPEED = Part.WITHOUT_DEEPSPEED.replaces(
+    "accelerate.utils.other:is_deepspeed_available()",
+    why="accelerate imports DeepSpeed, which takes a second, to ask whether a model is its engine",
+    until="accelerate looks into sys.modules first",
+)
+
+
+def without_deepspeed(engine: Engine) -> contextlib.AbstractContextManager:
     """Keep accelerate from importing DeepSpeed, which takes a second, only to ask whether a model is its engine."""
     if engine.deepspeed is not None or "deepspeed" in sys.modules:
-        yield
-        return
-    with replaced("accelerate.utils.other:is_deepspeed_available", lambda: False):
-        yield
+        return contextlib.nullcontext()
+    return _DEEPSPEED.replaced(is_deepspeed_available=lambda: False)
 
 
 @contextlib.contextmanager

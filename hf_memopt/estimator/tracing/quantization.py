@@ -8,8 +8,15 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.estimator.tracing.dtypes import traceable_dtype
 from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, QuantizedModule, StandInQuantizer
+
+_USED = Part.BITSANDBYTES.relies_on(
+    "transformers.quantizers.base:HfQuantizer._process_model_before_weight_loading(self, model)",
+    why="replaces linear layers as from_pretrained does",
+    until="from_config takes a quantization_config",
+)
 
 
 def is_quantized(config) -> bool:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.known_values import set_value
 from hf_memopt.estimator.accounting.ledger import GENERATION, LOG_PROBS, REWARDS, Ledger
-from hf_memopt.estimator.patches.replacement import replaced
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.stack.vocabulary import CACHE
 
 
@@ -58,10 +58,17 @@ def check_rollouts(trainer) -> None:
         raise InputError(f"generation_kwargs.num_beams={beams}: beam search is not modelled; use num_beams=1")
 
 
+_GATHERED = Part.ROLLOUTS.replaces(
+    "accelerate.utils:gather_object(object)",
+    why="pickles tensors to gather texts and the names of metrics, of which no other process has any",
+    until="torch's fake process group gathers objects",
+)
+
+
 def own_objects_only(trainer) -> AbstractContextManager:
     """Texts and names of metrics of one process in the place of all processes': they are in host memory."""
     own = next(kind for kind in type(trainer).__mro__ if "_generate_and_score_completions" in vars(kind))
-    return replaced("accelerate.utils:gather_object", lambda objects: objects, importer=sys.modules[own.__module__])
+    return _GATHERED.replaced([sys.modules[own.__module__]], gather_object=lambda objects: objects)
 
 
 def follow_rollouts(trainer, ledger: Ledger, accumulation: int) -> None:

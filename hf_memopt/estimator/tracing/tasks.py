@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.errors import InputError, choose, respell
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.estimator.trl_tasks import TRL_TASKS
 
+_USED = Part.EVERY_JOB.relies_on(
+    "transformers.models.auto.auto_factory:_BaseAutoModelClass._model_mapping",
+    why="says which tasks a configuration has a model for",
+    until="transformers has a public name for it",
+)
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # name -> (shape, dtype)
 
 

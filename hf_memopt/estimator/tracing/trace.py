@@ -21,16 +21,15 @@ from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
 from hf_memopt.estimator.accounting.known_values import forget
 from hf_memopt.estimator.accounting.ledger import HOST, PAGED, Ledger, TraceResult
 from hf_memopt.estimator.accounting.work import Work
-from hf_memopt.estimator.patches.fake_cluster import fake_cluster, fully_shard_model
+from hf_memopt.estimator.patches.fake_cluster import DATA_PARALLEL, fake_cluster, fully_shard_model
 from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
 from hf_memopt.estimator.patches.liger import counted_liger
 from hf_memopt.estimator.patches.math_attention import counted_math_attention
-from hf_memopt.estimator.patches.replacement import check, replaced
 from hf_memopt.estimator.patches.ring_attention import ring_attention
-from hf_memopt.estimator.patches.table import Part
 from hf_memopt.estimator.patches.trl_trainers import counted_fused_head
 from hf_memopt.estimator.patches.ulysses import shared_samples
 from hf_memopt.estimator.patches.vision_windows import fewer_windows
+from hf_memopt.estimator.private_names import Part, check
 from hf_memopt.estimator.tracing.extrapolate import read_config
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 from hf_memopt.estimator.tracing.host_copies import counted_lanes, save_on_host
@@ -115,6 +114,19 @@ class TracedJob:
     def accelerator(self) -> bool:
         """True if memory is counted as an accelerator's allocator does."""
         return self.backend != "cpu"
+
+
+# Of memory features, which are in a room below this one.
+_PATTERNS = Part.LEVERS.relies_on(
+    "transformers:PreTrainedModel._supports_flex_attn",
+    "transformers:PreTrainedModel._supports_sdpa",
+    why="attention patterns need both kernels",
+)
+_BUDGET = Part.LEVERS.relies_on(
+    "torch._functorch.config:activation_memory_budget",
+    why="compile_memory_budget sets it while training runs",
+    until="torch.compile takes it as an option",
+)
 
 
 def trace(job: TracedJob) -> TraceResult:
@@ -318,7 +330,7 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
                 ledger.enter("start", "other")
             return model
 
-    with replaced("torch.nn.parallel:DistributedDataParallel", Sharded):
+    with DATA_PARALLEL.replaced(DistributedDataParallel=Sharded):
         yield
 
 
@@ -373,12 +385,19 @@ def _offload_to_host(job: TracedJob, model, ledger: Ledger) -> None:
     keeper.lanes_for = lambda _: counted_lanes(ledger) if job.discrete_memory else None
 
 
+_OFFLOADED = Part.OFFLOADED_INPUTS.replaces(
+    "transformers.modeling_utils:save_on_cpu(pin_memory, device_type)",
+    why="in a trace all is on the CPU: what it moves there is counted as host memory",
+    until="fake CUDA tensors run on builds without CUDA",
+)
+
+
 def _inputs_on_host(job: TracedJob, ledger: Ledger) -> contextlib.AbstractContextManager:
     """Count the inputs of checkpointed layers that transformers offloads as host memory, where that is discrete."""
     offloads = (job.fields.get("activation_checkpointing_kwargs") or {}).get("offload")
     if not (offloads and job.discrete_memory):
         return contextlib.nullcontext()
-    return replaced("transformers.modeling_utils:save_on_cpu", save_on_host(ledger))
+    return _OFFLOADED.replaced(save_on_cpu=save_on_host(ledger))
 
 
 def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:

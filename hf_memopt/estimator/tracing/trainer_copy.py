@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 
+from hf_memopt.estimator.private_names import Part
 from hf_memopt.estimator.tracing.fake_copy import Memo, fake_copy, fake_tensor, rebind
 from hf_memopt.estimator.tracing.segments import repeated_layers
 from hf_memopt.levers.apply import apply_levers
 
+_USED = Part.EVERY_JOB.relies_on(
+    "transformers:Trainer.create_accelerator_and_postprocess(self)",
+    why="a copy of the user's Trainer gets an accelerator of its own",
+    until="Trainer has a public hook for it",
+)
 # Attributes of transformers' Trainer that the copy gets otherwise, or shares because they do not change.
 _NOT_COPIED = {
     "model",
