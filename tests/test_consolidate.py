@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt.errors import InputError
-from hf_memopt.trainer.consolidation import consolidate
+from hf_memopt.trainer.checkpoints.consolidation import consolidate
 
 
 def tiny():

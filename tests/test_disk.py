@@ -16,7 +16,7 @@ from small_runs import train
 from hf_memopt.disk import claim, claimed, release, write_failure
 from hf_memopt.errors import InputError
 from hf_memopt.monitor import callback
-from hf_memopt.trainer.intact import newest_intact
+from hf_memopt.trainer.checkpoints.intact import newest_intact
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 

@@ -14,7 +14,7 @@ from conftest import ROOT, flags, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_memopt.trainer.consolidation import consolidate
+from hf_memopt.trainer.checkpoints.consolidation import consolidate
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import engines

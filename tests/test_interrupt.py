@@ -315,7 +315,7 @@ def test_resuming_says_from_where_and_takes_the_new_intervals(tmp_path, caplog):
     trainer = build(tmp_path, save_steps=3, logging_steps=1, logging_strategy="steps")
     with caplog.at_level(logging.WARNING, logger="hf_memopt"):
         trainer.train(resume_from_checkpoint=True)
-    said = [record.message for record in caplog.records if record.name == "hf_memopt.trainer.resuming"]
+    said = [record.message for record in caplog.records if record.name == "hf_memopt.trainer.checkpoints.resuming"]
     assert said == [
         f"resuming from {tmp_path / 'checkpoint-2'} (step 2 of 6)",
         "from here on logging_steps=1 (before: 500), save_steps=3 (before: 2)",

@@ -129,7 +129,7 @@ def test_the_smaller_micro_batch_is_remembered_and_logged(tmp_path, caplog):
 
 
 def test_chunk_size_by_size_and_growth():
-    from hf_memopt.trainer.batch_limit import BatchLimit
+    from hf_memopt.trainer.step.batch_limit import BatchLimit
 
     limit = BatchLimit(patience=3)
     assert limit.chunk_size(8, 800) == 8
@@ -292,7 +292,7 @@ def test_a_batch_that_cannot_be_cut_says_why(tmp_path):
 
 
 def test_cutting_a_batch():
-    from hf_memopt.trainer.split import RowLayout
+    from hf_memopt.trainer.step.split import RowLayout
 
     batch = {
         "position_ids": torch.arange(24).reshape(3, 4, 2),
@@ -316,7 +316,7 @@ def test_random_numbers_are_of_the_device_that_was_in_use(monkeypatch):
     """A stand-in for CUDA: torch's current device belongs to a thread, and a new thread's is device 0."""
     import threading
 
-    from hf_memopt.trainer import random_state
+    from hf_memopt.trainer.step import random_state
 
     class Cuda:
         def __init__(self):

@@ -14,7 +14,7 @@ from hf_memopt.engines.mesh import Mesh, MeshEngine, is_mesh, mesh_strategy, mes
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.swapping import largest_group
-from hf_memopt.trainer.intact import newest_intact
+from hf_memopt.trainer.checkpoints.intact import newest_intact
 
 
 def test_names_and_sizes():

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments, MemoryCallback, MemoryMonitor, MemoryTrainer
 from hf_memopt.monitor.readers import peak_resident
-from hf_memopt.trainer.batch_limit import BatchLimit
+from hf_memopt.trainer.step.batch_limit import BatchLimit
 
 # ---- the callback
 

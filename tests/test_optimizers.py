@@ -17,7 +17,7 @@ from hf_memopt import InputError, MemoryArguments, MemoryTrainer, TrainingOutOfM
 from hf_memopt.compatibility.rules import PACKAGES
 from hf_memopt.errors import one_line
 from hf_memopt.recipe.phase_peaks import PhasePeaks
-from hf_memopt.trainer.optimizer_guard import StepWatch, guard, steps_in_backward
+from hf_memopt.trainer.step.optimizer_guard import StepWatch, guard, steps_in_backward
 
 NAMES = [member.value for member in OptimizerNames]
 # Their packages are installed; the others may fail as they do under the plain Trainer.

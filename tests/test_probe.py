@@ -81,7 +81,7 @@ def test_lengths_of_arrow_tables_and_lists():
     from datasets import Dataset
 
     from hf_memopt.data.lengths import sample_lengths
-    from hf_memopt.trainer.probe import worst_batch
+    from hf_memopt.trainer.step.probe import worst_batch
 
     rows = [{"input_ids": [1] * length} for length in (3, 9, 5)]
     table = Dataset.from_list(rows)

@@ -20,8 +20,8 @@ from small_runs import TINY, llama, train
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_memopt.errors import InputError
-from hf_memopt.trainer.intact import check_intact, newest_intact
-from hf_memopt.trainer.safe_load import without_code
+from hf_memopt.trainer.checkpoints.intact import check_intact, newest_intact
+from hf_memopt.trainer.checkpoints.safe_load import without_code
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 

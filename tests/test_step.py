@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import Trainer
 
 from hf_memopt import InputError, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory
-from hf_memopt.trainer.split import KtoLayout, PairLayout, RowLayout
+from hf_memopt.trainer.step.split import KtoLayout, PairLayout, RowLayout
 
 
 def shifted_cross_entropy(outputs, labels, **kwargs):

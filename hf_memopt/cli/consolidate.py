@@ -1,7 +1,7 @@
 """`hf-memopt consolidate`: a sharded checkpoint as one model."""
 
 from hf_memopt.cli.output import print_json, working
-from hf_memopt.trainer.consolidation import consolidate
+from hf_memopt.trainer.checkpoints.consolidation import consolidate
 
 
 def run_consolidate(checkpoint, directory, trusted, as_json) -> None:

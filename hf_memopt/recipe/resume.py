@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError
 from hf_memopt.files import is_there
-from hf_memopt.trainer.intact import check_intact, newest_intact
+from hf_memopt.trainer.checkpoints.intact import check_intact, newest_intact
 
 _FRESH = {"no", "none", "false"}
 # What a recipe writes into output_dir when it has come to its end, beside the trained weights.

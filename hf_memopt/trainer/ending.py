@@ -12,7 +12,7 @@ from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose
 from hf_memopt.oom.events import describe_event
 from hf_memopt.trainer.distributed import Peers
 from hf_memopt.trainer.oom_report import describe_failure
-from hf_memopt.trainer.recoverability import changes_weights_in_backward, holds_whole_model
+from hf_memopt.trainer.step.recoverability import changes_weights_in_backward, holds_whole_model
 from hf_memopt.trainer.updates import Updates
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import torch
 from hf_memopt.errors import InputError
 from hf_memopt.levers.answer_logits import nothing_but_loss
 from hf_memopt.oom.classify import Diagnosis, diagnose, free_memory
-from hf_memopt.trainer.loss_rule import LossRule, find_rule
-from hf_memopt.trainer.recoverability import holds_whole_model, why_not_evaluated_in_chunks
-from hf_memopt.trainer.step_state import StepState
+from hf_memopt.trainer.step.loss_rule import LossRule, find_rule
+from hf_memopt.trainer.step.recoverability import holds_whole_model, why_not_evaluated_in_chunks
+from hf_memopt.trainer.step.step_state import StepState
 
 
 class ArgmaxLogits:

@@ -10,8 +10,8 @@ from hf_memopt.stack.vocabulary import (
     IS_CHECKPOINTING,
     checkpoints_activations,
 )
-from hf_memopt.trainer.known_code import defined_by_user
-from hf_memopt.trainer.recoverability import holds_whole_model
+from hf_memopt.trainer.step.known_code import defined_by_user
+from hf_memopt.trainer.step.recoverability import holds_whole_model
 
 
 class GenerationRecovery:

@@ -12,8 +12,8 @@ from hf_memopt.oom.figures import parse_figures
 from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.redaction import redact
 from hf_memopt.trainer.combination import describe_setup
-from hf_memopt.trainer.optimizer_guard import torch_optimizer
-from hf_memopt.trainer.split import tensor_shapes
+from hf_memopt.trainer.step.optimizer_guard import torch_optimizer
+from hf_memopt.trainer.step.split import tensor_shapes
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,10 @@ from hf_memopt.monitor.snapshot_callback import SnapshotCallback
 from hf_memopt.oom.classify import diagnose
 from hf_memopt.oom.events import describe_event
 from hf_memopt.presets.trl_configs import trl_trainer
-from hf_memopt.trainer.batch_limit import BatchLimit
-from hf_memopt.trainer.checkpoints import SafeCheckpoints
+from hf_memopt.trainer.checkpoints.load_states import SafeLoad
+from hf_memopt.trainer.checkpoints.resuming import SafeResume
+from hf_memopt.trainer.checkpoints.saving import SafeCheckpoints
+from hf_memopt.trainer.checkpoints.sharded_states import states_saved_here
 from hf_memopt.trainer.combination import check_combination, check_constructor_arguments, check_start
 from hf_memopt.trainer.data_loading import loader_by_tokens, sequence_parallel_collator
 from hf_memopt.trainer.distributed import Peers
@@ -32,19 +34,17 @@ from hf_memopt.trainer.ending import Ending, worker_death
 from hf_memopt.trainer.evaluation import EvalRecovery
 from hf_memopt.trainer.generation import GenerationRecovery
 from hf_memopt.trainer.interrupt import interruptible
-from hf_memopt.trainer.load_states import SafeLoad
 from hf_memopt.trainer.older_loop import OlderLoop
-from hf_memopt.trainer.pressure import Pressure
-from hf_memopt.trainer.probe import try_worst_batch
 from hf_memopt.trainer.process import settings_of_run
-from hf_memopt.trainer.process_metrics import ProcessMetrics
-from hf_memopt.trainer.recoverability import assess_recoverability
-from hf_memopt.trainer.resuming import SafeResume
 from hf_memopt.trainer.sample_order import batch_indices
-from hf_memopt.trainer.sharded_states import states_saved_here
-from hf_memopt.trainer.step import StepRunner
-from hf_memopt.trainer.update_recovery import UpdateRecovery
-from hf_memopt.trainer.window import MicroBatch
+from hf_memopt.trainer.step.batch_limit import BatchLimit
+from hf_memopt.trainer.step.pressure import Pressure
+from hf_memopt.trainer.step.probe import try_worst_batch
+from hf_memopt.trainer.step.process_metrics import ProcessMetrics
+from hf_memopt.trainer.step.recoverability import assess_recoverability
+from hf_memopt.trainer.step.runner import StepRunner
+from hf_memopt.trainer.step.update_recovery import UpdateRecovery
+from hf_memopt.trainer.step.window import MicroBatch
 
 logger = logging.getLogger(__name__)
 

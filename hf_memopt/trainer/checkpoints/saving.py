@@ -13,8 +13,8 @@ from hf_memopt.disk import write_failure
 from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
 from hf_memopt.oom.classify import diagnose, free_memory
-from hf_memopt.trainer import manifest, sharded_states
-from hf_memopt.trainer.recoverability import holds_whole_model
+from hf_memopt.trainer.checkpoints import manifest, sharded_states
+from hf_memopt.trainer.step.recoverability import holds_whole_model
 
 logger = logging.getLogger(__name__)
 UNFINISHED = ".unfinished"  # folder in output_dir; get_last_checkpoint and rotation do not look into it

@@ -7,11 +7,11 @@ from unittest import mock
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, free_memory
-from hf_memopt.trainer import sharded_states
-from hf_memopt.trainer.optimizer_guard import torch_optimizer
-from hf_memopt.trainer.recoverability import holds_whole_model
-from hf_memopt.trainer.renamed_weights import load_renamed
-from hf_memopt.trainer.safe_load import without_code
+from hf_memopt.trainer.checkpoints import sharded_states
+from hf_memopt.trainer.checkpoints.renamed_weights import load_renamed
+from hf_memopt.trainer.checkpoints.safe_load import without_code
+from hf_memopt.trainer.step.optimizer_guard import torch_optimizer
+from hf_memopt.trainer.step.recoverability import holds_whole_model
 
 
 class SafeLoad:

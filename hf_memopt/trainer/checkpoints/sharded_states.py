@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from hf_memopt.trainer.optimizer_guard import torch_optimizer
+from hf_memopt.trainer.step.optimizer_guard import torch_optimizer
 
 STATES_FOLDER = "optimizer"  # in a checkpoint
 _SCHEDULER = "scheduler.pt"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_memopt.trainer.own_state import numbers
-from hf_memopt.trainer.random_state import RandomState
+from hf_memopt.trainer.step.own_state import numbers
+from hf_memopt.trainer.step.random_state import RandomState
 
 # Private attributes that TRL 1.16's trainers append to in compute_loss: a repeated pass would count twice. Where one
 # is renamed, its metrics count repeated passes; losses and gradients are not affected.

@@ -4,10 +4,10 @@ import traceback
 from collections.abc import Callable
 
 from hf_memopt.oom.classify import OomKind, diagnose, free_memory
-from hf_memopt.trainer.known_code import defined_by_user
-from hf_memopt.trainer.optimizer_guard import guard, torch_optimizer, use_less
-from hf_memopt.trainer.recoverability import changes_weights_in_backward, holds_whole_model
-from hf_memopt.trainer.step import StepRunner
+from hf_memopt.trainer.step.known_code import defined_by_user
+from hf_memopt.trainer.step.optimizer_guard import guard, torch_optimizer, use_less
+from hf_memopt.trainer.step.recoverability import changes_weights_in_backward, holds_whole_model
+from hf_memopt.trainer.step.runner import StepRunner
 
 
 class UpdateRecovery:

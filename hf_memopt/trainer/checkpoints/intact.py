@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.files import check_links
-from hf_memopt.trainer.manifest import manifest_fault
-from hf_memopt.trainer.sharded_states import STATES_FOLDER
+from hf_memopt.trainer.checkpoints.manifest import manifest_fault
+from hf_memopt.trainer.checkpoints.sharded_states import STATES_FOLDER
 
 logger = logging.getLogger(__name__)
 

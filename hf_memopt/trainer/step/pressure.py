@@ -3,7 +3,7 @@
 import math
 
 from hf_memopt.oom.classify import free_memory
-from hf_memopt.trainer.split import count_tokens
+from hf_memopt.trainer.step.split import count_tokens
 
 _MIN_SAVING = 0.02  # of the capacity: activations must be at least this much for smaller chunks to help
 

@@ -11,11 +11,11 @@ import torch
 
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.presets.trl_configs import trl_trainer
-from hf_memopt.trainer.known_code import overridden_evaluation, overridden_loss, overridden_step
-from hf_memopt.trainer.loss_rule import known_mean
-from hf_memopt.trainer.optimizer_guard import steps_in_backward
-from hf_memopt.trainer.process_metrics import gathers_metrics_alone
-from hf_memopt.trainer.split import KtoLayout, PairLayout, RowLayout, UnpaddedLayout
+from hf_memopt.trainer.step.known_code import overridden_evaluation, overridden_loss, overridden_step
+from hf_memopt.trainer.step.loss_rule import known_mean
+from hf_memopt.trainer.step.optimizer_guard import steps_in_backward
+from hf_memopt.trainer.step.process_metrics import gathers_metrics_alone
+from hf_memopt.trainer.step.split import KtoLayout, PairLayout, RowLayout, UnpaddedLayout
 
 # Batch layouts of TRL 1.16's trainers. Its other trainers generate, or keep state between micro-batches.
 _TRL_LAYOUTS = {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 
-from hf_memopt.trainer.known_code import is_known
+from hf_memopt.trainer.step.known_code import is_known
 
 _DEEPEST = 4  # levels of containers and objects that are looked into
 

@@ -17,18 +17,18 @@ from unittest import mock
 
 from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, free_memory
-from hf_memopt.trainer.batch_limit import BatchLimit
-from hf_memopt.trainer.known_code import own_substep_callback
-from hf_memopt.trainer.loss_rule import LossRule, find_rule
-from hf_memopt.trainer.recoverability import (
+from hf_memopt.trainer.step.batch_limit import BatchLimit
+from hf_memopt.trainer.step.known_code import own_substep_callback
+from hf_memopt.trainer.step.loss_rule import LossRule, find_rule
+from hf_memopt.trainer.step.recoverability import (
     Recoverability,
     assess_recoverability,
     changes_weights_in_backward,
     holds_whole_model,
 )
-from hf_memopt.trainer.split import count_elements, tensor_shapes, tensor_versions
-from hf_memopt.trainer.step_state import Buffers, StepState
-from hf_memopt.trainer.window import MicroBatch, Window
+from hf_memopt.trainer.step.split import count_elements, tensor_shapes, tensor_versions
+from hf_memopt.trainer.step.step_state import Buffers, StepState
+from hf_memopt.trainer.step.window import MicroBatch, Window
 
 logger = logging.getLogger(__name__)
 

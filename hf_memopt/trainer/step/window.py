@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_memopt.trainer.step_state import StepState
+from hf_memopt.trainer.step.step_state import StepState
 
 
 @dataclass

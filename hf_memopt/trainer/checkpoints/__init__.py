@@ -1,0 +1,1 @@
+"""Checkpoints: written whole or not at all, found intact, loaded without running code in them."""
