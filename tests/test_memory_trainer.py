@@ -316,7 +316,7 @@ def test_random_numbers_are_of_the_device_that_was_in_use(monkeypatch):
     """A stand-in for CUDA: torch's current device belongs to a thread, and a new thread's is device 0."""
     import threading
 
-    from hf_memopt.trainer.step import random_state
+    from hf_memopt.trainer.step import step_state
 
     class Cuda:
         def __init__(self):
@@ -333,9 +333,9 @@ def test_random_numbers_are_of_the_device_that_was_in_use(monkeypatch):
             self.states[index] = state
 
     cuda = Cuda()
-    monkeypatch.setattr(random_state, "_device_module", lambda: cuda)
+    monkeypatch.setattr(step_state, "_device_module", lambda: cuda)
     cuda.local.index = 1
-    kept = random_state.RandomState.now()
+    kept = step_state.RandomState.now()
     cuda.states[1] = torch.full((1,), 7.0)
     thread = threading.Thread(target=kept.restore)
     thread.start()

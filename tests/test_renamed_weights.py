@@ -6,7 +6,7 @@ import video_models
 from small_runs import TINY
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, MixtralConfig
 
-from hf_memopt.trainer.checkpoints.renamed_weights import load_renamed
+from hf_memopt.trainer.checkpoints.load_states import load_renamed
 
 
 def mixtral():

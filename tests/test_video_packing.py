@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3_5Config,
 from hf_memopt import InputError, MemoryArguments
 from hf_memopt.data.packed_batches import PackedBatches, packed_batches
 from hf_memopt.estimator.job import describe
-from hf_memopt.trainer.sample_order import batch_order
+from hf_memopt.trainer.data_loading import batch_order
 from hf_memopt.trainer.video_trainer import VideoTrainer
 from hf_memopt.video import media
 from hf_memopt.video.collator import VideoCollator

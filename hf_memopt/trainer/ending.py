@@ -1,9 +1,14 @@
 """Ending a run that cannot continue for lack of memory: save, write oom_report.json, raise."""
 
 import logging
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
+
+from transformers import TrainerCallback
 
 from hf_memopt.errors import TrainingOutOfMemory
 from hf_memopt.files import write_json
@@ -13,12 +18,12 @@ from hf_memopt.oom.events import describe_event
 from hf_memopt.trainer.distributed import Peers
 from hf_memopt.trainer.oom_report import describe_failure
 from hf_memopt.trainer.step.recoverability import changes_weights_in_backward, holds_whole_model
-from hf_memopt.trainer.updates import Updates
 
 logger = logging.getLogger(__name__)
 
 _CONNECTION_LOST = (ConnectionError, EOFError, FileNotFoundError)
 _SIGNAL_WITHIN = 1.0  # seconds for the system to deliver SIGCHLD
+_LONGEST_UPDATE = 600.0  # seconds that an optimizer step may take; an update that raised never releases the lock
 
 
 def worker_death(error: Exception) -> Exception:
@@ -40,6 +45,47 @@ def worker_death(error: Exception) -> Exception:
     except RuntimeError as death:  # by the call, or by the handler within the loop
         return death
     return error
+
+
+class Updates(TrainerCallback):
+    """Holds a lock from before the optimizer step until global_step is incremented.
+
+    In between, weights, optimizer states and step number are inconsistent, and another thread must not save them.
+    """
+
+    def __init__(self, trainer) -> None:
+        self._trainer = trainer
+        self._lock: threading.Lock | None = None  # only while training: Ray Tune pickles trainers
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._lock = threading.Lock()  # a new one: an earlier train() may have ended in the middle of an update
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._lock.acquire()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._trainer._runner.remember_state()
+        if self.running:
+            self._lock.release()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._lock = None
+
+    @property
+    def running(self) -> bool:
+        """True if an update has begun and not ended."""
+        return self._lock is not None and self._lock.locked()
+
+    @contextmanager
+    def paused(self) -> Iterator[bool]:
+        """A context in which no update runs; yields False where the running one did not end."""
+        lock = self._lock
+        free = lock is None or lock.acquire(timeout=_LONGEST_UPDATE)
+        try:
+            yield free
+        finally:
+            if free and lock is not None:
+                lock.release()
 
 
 class Ending:
@@ -74,7 +120,13 @@ class Ending:
         checkpoint = self._peers.share_checkpoint(self._checkpoint(intact))
         self.write_snapshot()
         report = describe_failure(trainer, stage, diagnosis, micro, why) | {"checkpoint": checkpoint}
-        self._write(report)
+        logger.error("%s", describe_event(report))
+        path = Path(trainer.args.output_dir) / "oom_report.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, report)
+        except OSError as error:  # the error above says what happened; a full disk must not replace it
+            logger.error("%s cannot be written: %s", path, error.strerror)
         raise TrainingOutOfMemory(describe_event(report), report)
 
     def can_explain(self, error: Exception) -> bool:
@@ -132,12 +184,3 @@ class Ending:
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, SnapshotCallback):
                 callback.out_of_memory()
-
-    def _write(self, report: dict) -> None:
-        logger.error("%s", describe_event(report))
-        path = Path(self._trainer.args.output_dir) / "oom_report.json"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, report)
-        except OSError as error:  # the error above says what happened; a full disk must not replace it
-            logger.error("%s cannot be written: %s", path, error.strerror)

@@ -28,7 +28,7 @@ from hf_memopt.trainer.checkpoints.resuming import SafeResume
 from hf_memopt.trainer.checkpoints.saving import SafeCheckpoints
 from hf_memopt.trainer.checkpoints.sharded_states import states_saved_here
 from hf_memopt.trainer.combination import check_combination, check_constructor_arguments, check_start
-from hf_memopt.trainer.data_loading import loader_by_tokens, sequence_parallel_collator
+from hf_memopt.trainer.data_loading import batch_indices, loader_by_tokens, sequence_parallel_collator
 from hf_memopt.trainer.distributed import Peers
 from hf_memopt.trainer.ending import Ending, worker_death
 from hf_memopt.trainer.evaluation import EvalRecovery
@@ -36,9 +36,7 @@ from hf_memopt.trainer.generation import GenerationRecovery
 from hf_memopt.trainer.interrupt import interruptible
 from hf_memopt.trainer.older_loop import OlderLoop
 from hf_memopt.trainer.process import settings_of_run
-from hf_memopt.trainer.sample_order import batch_indices
-from hf_memopt.trainer.step.batch_limit import BatchLimit
-from hf_memopt.trainer.step.pressure import Pressure
+from hf_memopt.trainer.step.batch_limit import BatchLimit, Pressure
 from hf_memopt.trainer.step.probe import try_worst_batch
 from hf_memopt.trainer.step.process_metrics import ProcessMetrics
 from hf_memopt.trainer.step.recoverability import assess_recoverability

@@ -8,7 +8,7 @@ from pathlib import Path
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import check_links
 from hf_memopt.packages import require
-from hf_memopt.trainer.checkpoints import manifest
+from hf_memopt.trainer.checkpoints.intact import MANIFEST
 
 _FSDP = "pytorch_model_fsdp_0"  # accelerate's FSDP_MODEL_NAME, of the first model
 _MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "merges.*")  # configuration and tokenizer
@@ -16,7 +16,7 @@ _RUN_FILES = (
     "trainer_state.json",
     "training_args.json",
     "model.safetensors.index.json",
-    manifest.FILE,
+    MANIFEST,
     "memory_state.json",
 )
 _FAILURES = (

@@ -1,15 +1,26 @@
-"""Finds the checkpoint to resume from: the requested one, or the newest intact one."""
+"""Finds the checkpoint to resume from: the requested one, or the newest intact one.
 
+memory_manifest.json holds size and hash of a checkpoint's files, to find those that are lost or damaged later.
+"""
+
+import hashlib
 import json
 import logging
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hf_memopt.errors import InputError, one_line
-from hf_memopt.files import check_links
-from hf_memopt.trainer.checkpoints.manifest import manifest_fault
+from hf_memopt.files import check_links, write_whole
 from hf_memopt.trainer.checkpoints.sharded_states import STATES_FOLDER
 
 logger = logging.getLogger(__name__)
+MANIFEST = "memory_manifest.json"
+_STATE = "trainer_state.json"
+# Bytes hashed per file: all of most files, and the header of large safetensors. Hashing all of a large model would
+# double the time of a save.
+_HASHED = 16 * 2**20
 
 
 def newest_intact(output_dir: str | Path, save_only_model: bool = False) -> Path | None:
@@ -77,14 +88,24 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def _fault_of_files(checkpoint: Path, save_only_model: bool) -> str:
-    if not (checkpoint / "trainer_state.json").is_file():
-        return "no trainer_state.json"
+    from transformers import TrainerState
+
+    if not (checkpoint / _STATE).is_file():
+        return f"no {_STATE}"
     for pattern in ("*config.json", "*.index.json", "memory_state.json"):  # read when a run resumes
         for file in sorted(checkpoint.glob(pattern)):
-            if fault := _json_fault(file):
-                return fault
-    if fault := _state_fault(checkpoint / "trainer_state.json"):
-        return fault
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                return f"{file.name}: {one_line(error)}"
+            if not isinstance(content, dict):
+                return f"{file.name} holds a {type(content).__name__}, not an object"
+    try:
+        steps = TrainerState.load_from_json(str(checkpoint / _STATE)).global_step
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        return f"{_STATE}: {one_line(error)}"
+    if not isinstance(steps, int) or steps < 0:
+        return f"{_STATE}: global_step is {steps!r}"
     if any(checkpoint.glob("global_step*")) or any(checkpoint.glob("pytorch_model_fsdp*")):
         return ""  # folders of DeepSpeed or FSDP, which check them when they load
     patterns = ("model*.safetensors", "adapter_model.safetensors", "*/adapter_model.safetensors")
@@ -103,7 +124,7 @@ def _fault_of_files(checkpoint: Path, save_only_model: bool) -> str:
     return next(filter(None, faults), "")
 
 
-def _faults_of_states(checkpoint: Path):
+def _faults_of_states(checkpoint: Path) -> Iterator[str]:
     states = f"{STATES_FOLDER}/.metadata" if (checkpoint / STATES_FOLDER).is_dir() else "optimizer.pt"
     for name in (states, "scheduler.pt"):
         if not (checkpoint / name).is_file():
@@ -115,25 +136,6 @@ def _faults_of_states(checkpoint: Path):
         )
     for file in (*checkpoint.glob("*.pt"), *random_states):
         yield _tensors_fault(file)
-
-
-def _json_fault(file: Path) -> str:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return f"{file.name}: {one_line(error)}"
-    return "" if isinstance(content, dict) else f"{file.name} holds a {type(content).__name__}, not an object"
-
-
-def _state_fault(file: Path) -> str:
-    from transformers import TrainerState
-
-    try:
-        state = TrainerState.load_from_json(str(file))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        return f"{file.name}: {one_line(error)}"
-    steps = state.global_step
-    return "" if isinstance(steps, int) and steps >= 0 else f"{file.name}: global_step is {steps!r}"
 
 
 def _safetensors_fault(file: Path) -> str:
@@ -151,11 +153,73 @@ def _tensors_fault(file: Path) -> str:
 
     Unpickles nothing, and reads only the directory of a large file.
     """
-    import zipfile
-
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
     except (zipfile.BadZipFile, OSError, ValueError) as error:
         return f"{file.name}: {one_line(error)}"
     return "" if any(name.endswith("data.pkl") for name in names) else f"{file.name} is not what torch.save writes"
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """Write the size and hash of every file of a checkpoint to its memory_manifest.json."""
+    present = (file for file in sorted(checkpoint.rglob("*")) if file.is_file() and file.name != MANIFEST)
+    files = {str(file.relative_to(checkpoint)): _entry(file) for file in present}
+    write_whole(checkpoint / MANIFEST, json.dumps({"files": files}, indent=2) + "\n")
+
+
+def manifest_fault(checkpoint: Path) -> str | None:
+    """The first file that is missing or changed since the checkpoint was written, and how.
+
+    Returns:
+        "" where there is none; None without a manifest, or with a stale one.
+    """
+    try:
+        files = _read_manifest(checkpoint)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    if is_stale(checkpoint):
+        return None
+    return next(
+        (fault for name, entry in files.items() if (fault := _manifest_entry_fault(checkpoint / name, name, entry))),
+        "",
+    )
+
+
+def is_stale(checkpoint: Path) -> bool:
+    """True if trainer_state.json is newer than the manifest and not the one it lists: a plain Trainer has written to
+    the folder, or somebody has edited the state."""
+    state = checkpoint / _STATE
+    try:
+        newer = state.stat().st_mtime_ns > (checkpoint / MANIFEST).stat().st_mtime_ns
+        return newer and _read_manifest(checkpoint)[_STATE] != _entry(state)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    return dict(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"])
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        start = opened.read(_HASHED)
+    return {"bytes": file.stat().st_size, "sha256": hashlib.sha256(start).hexdigest()}
+
+
+def _changed(file: Path, name: str, entry: Any) -> str:
+    """How a file differs from its entry in the manifest; "" where it does not."""
+    if not file.is_file():
+        return f"no {name}"
+    try:
+        actual = _entry(file)
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+    if not isinstance(entry, dict) or actual["bytes"] != entry.get("bytes"):
+        written = entry.get("bytes") if isinstance(entry, dict) else entry
+        return f"{name} has {actual['bytes']} bytes, and {written} were written"
+    if actual["sha256"] == entry.get("sha256"):
+        return ""
+    return f"{name} was changed after it was written; delete {MANIFEST} if that was you"

@@ -1,14 +1,18 @@
 """Loading weights, optimizer states and random states of a checkpoint, without running code that is in it."""
 
 import contextlib
+import json
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
+
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, free_memory
 from hf_memopt.trainer.checkpoints import sharded_states
-from hf_memopt.trainer.checkpoints.renamed_weights import load_renamed
 from hf_memopt.trainer.checkpoints.safe_load import without_code
 from hf_memopt.trainer.step.optimizer_guard import torch_optimizer
 from hf_memopt.trainer.step.recoverability import holds_whole_model
@@ -143,3 +147,38 @@ def _loading(checkpoint: str) -> Iterator[None]:
             f"resume_from_checkpoint: {checkpoint} cannot be loaded into this model and optimizer: "
             f"{one_line(error)[:300]}"
         ) from error
+
+
+def load_renamed(model, folder: str | Path) -> bool:
+    """Load a checkpoint's weights into a model if their names differ from the model's; True if they did.
+
+    transformers 5 saves models whose modules it has reorganized (Qwen2.5-VL, Mixtral's experts and others) under the
+    names of the original checkpoints. Its Trainer (5.23) passes these to load_state_dict, which matches none, warns,
+    and trains the initial weights. from_pretrained maps the names, and needs host memory for a second copy of the
+    weights. Can go when the Trainer maps them too.
+
+    Raises:
+        InputError: weights are missing, which from_pretrained would initialize at random.
+    """
+    if not isinstance(model, PreTrainedModel) or not _weight_names(Path(folder)) - model.state_dict().keys():
+        return False
+    loaded, info = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):
+        raise InputError(
+            f"{folder} lacks {len(missing)} of the model's weights ({missing[0]}, …): it is of another model"
+        )
+    model.load_state_dict(loaded.state_dict(), strict=False)
+    return True
+
+
+def _weight_names(folder: Path) -> set[str]:
+    """The names of a checkpoint's weights; empty where it has no safetensors."""
+    from safetensors import safe_open
+
+    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if index.is_file():
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    if not single.is_file():
+        return set()
+    with safe_open(single, "pt") as file:
+        return set(file.keys())

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from hf_memopt.errors import InputError
 from hf_memopt.files import read_json
-from hf_memopt.trainer.checkpoints.intact import check_intact, newest_intact
-from hf_memopt.trainer.checkpoints.manifest import is_stale
+from hf_memopt.trainer.checkpoints.intact import check_intact, is_stale, newest_intact
 from hf_memopt.trainer.checkpoints.saving import STATE_FILE
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from hf_memopt.disk import write_failure
 from hf_memopt.errors import InputError
 from hf_memopt.files import write_whole
 from hf_memopt.oom.classify import diagnose, free_memory
-from hf_memopt.trainer.checkpoints import manifest, sharded_states
+from hf_memopt.trainer.checkpoints import sharded_states
+from hf_memopt.trainer.checkpoints.intact import MANIFEST, write_manifest
 from hf_memopt.trainer.step.recoverability import holds_whole_model
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class SafeCheckpoints:
         """Delete our files in an older run's checkpoint of this step: it is overwritten file by file, and its manifest
         would call that damage."""
         if self.args.should_save:
-            for name in (manifest.FILE, STATE_FILE):
+            for name in (MANIFEST, STATE_FILE):
                 (place / name).unlink(missing_ok=True)
 
     def _check_disk(self, error: Exception, trial) -> None:
@@ -162,7 +163,7 @@ class SafeCheckpoints:
         if self.args.should_save:
             self._finish(written, run / name)
         if on_own_disk:
-            manifest.write_manifest(written)
+            write_manifest(written)
             _replace(written, run / name)
         if self.args.should_save or on_own_disk:
             self._rotate(run)
@@ -179,7 +180,7 @@ class SafeCheckpoints:
         """Add state and manifest to a written checkpoint and rename it."""
         self.state.save_to_json(str(written / "trainer_state.json"))
         write_whole(written / STATE_FILE, json.dumps(self._memory_state(), indent=2) + "\n")
-        manifest.write_manifest(written)
+        write_manifest(written)
         _replace(written, place)
 
     def _memory_state(self) -> dict:

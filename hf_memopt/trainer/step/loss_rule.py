@@ -22,9 +22,8 @@ from hf_memopt.errors import InputError, one_line
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.oom.classify import OomKind, diagnose, free_memory
 from hf_memopt.presets.trl_configs import trl_trainer
-from hf_memopt.trainer.step.own_state import fingerprint, numbers
 from hf_memopt.trainer.step.split import copy_batch
-from hf_memopt.trainer.step.step_state import StepState
+from hf_memopt.trainer.step.step_state import StepState, fingerprint, numbers
 
 # Relative rounding error of a loss computed in batches of another size.
 _FINE = {torch.float32: 1e-5, torch.float64: 2e-6}  # fp64 models compute norms and softmax in fp32

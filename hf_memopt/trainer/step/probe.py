@@ -9,10 +9,10 @@ import torch
 from hf_memopt.data.lengths import relative_sizes
 from hf_memopt.data.packed_batches import packed_batches
 from hf_memopt.oom.classify import free_memory
-from hf_memopt.trainer.sample_order import batch_order
+from hf_memopt.trainer.data_loading import batch_order
 from hf_memopt.trainer.step.optimizer_guard import torch_optimizer
-from hf_memopt.trainer.step.random_state import RandomState
 from hf_memopt.trainer.step.split import tensor_shapes
+from hf_memopt.trainer.step.step_state import RandomState
 
 logger = logging.getLogger(__name__)
 _MOST_SEARCHED = 200_000  # samples or batches

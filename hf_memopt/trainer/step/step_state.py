@@ -1,19 +1,67 @@
-"""State that a forward pass changes apart from gradients: random states, buffers, logged metrics, a user's numbers."""
+"""State that a forward pass changes apart from gradients: random states, buffers, logged metrics, a user's numbers.
 
+A user's own loss may keep state on the trainer: numbers are restored where a pass runs again, more is refused.
+"""
+
+import dis
+import random
+import types
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy
 import torch
 
-from hf_memopt.trainer.step.own_state import numbers
-from hf_memopt.trainer.step.random_state import RandomState
+from hf_memopt.trainer.step.known_code import is_known
 
 # Private attributes that TRL 1.16's trainers append to in compute_loss: a repeated pass would count twice. Where one
 # is renamed, its metrics count repeated passes; losses and gradients are not affected.
 _TRL_METRICS = ("_metrics", "_total_train_tokens")
 _MOST_COPIED = 2**26  # bytes of buffers that are copied; quantized checkpoints (GPTQ) keep their weights in buffers
+_DEEPEST = 4  # levels of containers and objects that are looked into
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """States of the generators of Python, numpy and torch (the CPU's and that of this process's device).
+
+    Attributes:
+        index: of the device. torch's current device is set per thread: another thread would restore device 0.
+    """
+
+    python: Any
+    numpy: Any
+    torch: Any
+    device: Any
+    index: int | None
+
+    @classmethod
+    def now(cls) -> "RandomState":
+        module = _device_module()
+        device = index = None
+        if module is not None:
+            index = module.current_device() if hasattr(module, "current_device") else None
+            device = module.get_rng_state() if index is None else module.get_rng_state(index)
+        return cls(random.getstate(), numpy.random.get_state(), torch.get_rng_state(), device, index)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.device is not None:
+            _device_module().set_rng_state(self.device, *([] if self.index is None else [self.index]))
+
+
+def _device_module():
+    """torch.cuda, torch.xpu or torch.mps; None on a CPU, or before CUDA is initialized."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda
+    if torch.xpu.is_available():
+        return torch.xpu
+    return torch.mps if torch.backends.mps.is_available() else None
 
 
 @dataclass(frozen=True)
@@ -35,7 +83,8 @@ class StepState:
         """Args:
         buffers: copy buffers, too; an evaluation, which changes none, does without.
         """
-        metrics = {name: _copied(getattr(trainer, name)) for name in _metric_names(trainer)}
+        metrics = {name: _copied(getattr(trainer, name)) for name in _TRL_METRICS if hasattr(trainer, name)}
+        metrics |= numbers(trainer)
         copies = trainer._runner.buffers.copies() if buffers else {}
         return cls(RandomState.now(), metrics, copies, trainer._runner.buffers.written())
 
@@ -83,7 +132,7 @@ class Buffers:
 
     def written(self) -> tuple[int, ...]:
         buffers = [buffer for _, buffer in self._watched()] if self._too_large else []
-        weights = self._model.parameters() if self._own else ()
+        weights = self._trainer.model.parameters() if self._own else ()
         return tuple(tensor._version for tensor in (*weights, *buffers))
 
     def changed_since(self, state: StepState) -> str:
@@ -108,17 +157,13 @@ class Buffers:
         return (name for name, buffer in self._watched() if not _equal(buffer, state.buffers.get(name)))
 
     @property
-    def _model(self) -> torch.nn.Module:
-        return self._trainer.model
-
-    @property
     def _too_large(self) -> bool:
         return sum(buffer.nbytes for _, buffer in self._watched()) > _MOST_COPIED
 
     def _watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._settled and not self._changing:
             return
-        for name, buffer in self._model.named_buffers():
+        for name, buffer in self._trainer.model.named_buffers():
             # Rotary frequencies (dynamic and long RoPE) follow from the padded length, which chunks keep.
             if not name.endswith("inv_freq") and (not self._settled or name in self._changing):
                 yield name, buffer
@@ -138,6 +183,53 @@ def _equal(buffer: torch.Tensor, copy: torch.Tensor | None) -> bool:
     return copy is not None and buffer.shape == copy.shape and torch.equal(buffer, copy)
 
 
-def _metric_names(trainer) -> list[str]:
-    """TRL's metrics, and numbers that a user's own loss keeps."""
-    return [name for name in _TRL_METRICS if hasattr(trainer, name)] + list(numbers(trainer))
+def numbers(trainer) -> dict[str, Any]:
+    """The numbers among the user's own attributes: counters and running means."""
+    return {name: value for name, value in _own_attributes(trainer).items() if isinstance(value, bool | int | float)}
+
+
+def fingerprint(trainer) -> dict[str, Any]:
+    """Fingerprint the user's own attributes that are no numbers: a value that changes when they do."""
+    counted = numbers(trainer)
+    return {name: _print(value, _DEEPEST) for name, value in _own_attributes(trainer).items() if name not in counted}
+
+
+def _own_attributes(trainer) -> dict[str, Any]:
+    """The attributes that no method of a known class assigns."""
+    stored = frozenset().union(*(_stored_names(kind) for kind in type(trainer).__mro__ if is_known(kind)))
+    return {name: value for name, value in vars(trainer).items() if name not in stored}
+
+
+@cache
+def _stored_names(kind: type) -> frozenset[str]:
+    """Attributes that a class's methods assign: read from their code, since there is no list of them."""
+    names: set[str] = set()
+    codes = [value.__code__ for value in vars(kind).values() if isinstance(value, types.FunctionType)]
+    while codes:
+        code = codes.pop()
+        names.update(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(names)
+
+
+def _print(value: Any, depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        # A sum as well: writes through `.data` leave the version as it is.
+        wide = torch.float32 if value.device.type == "mps" else torch.float64
+        summed = value.numel() and not value.is_complex()
+        return id(value), value._version, float(value.detach().sum(dtype=wide)) if summed else 0.0
+    if isinstance(value, torch.nn.Module):
+        return [_print(tensor, 0) for tensor in (*value.parameters(), *value.buffers())]
+    if isinstance(value, numpy.generic):
+        return value.item()
+    if isinstance(value, numpy.ndarray):
+        return value.shape, value.tobytes()
+    if isinstance(value, str | bytes | bool | int | float | None):
+        return value
+    if depth == 0 or is_known(type(value)):
+        return id(value)
+    if isinstance(value, dict):
+        return [(id(key), _print(inner, depth - 1)) for key, inner in value.items()]
+    if hasattr(value, "__len__") and hasattr(value, "__iter__"):
+        return [_print(inner, depth - 1) for inner in value]
+    return {name: _print(inner, depth - 1) for name, inner in getattr(value, "__dict__", {}).items()}
