@@ -3,6 +3,7 @@
 import json
 import random
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from hf_memopt import InputError, MemoryArguments, MemoryTrainer, TrainingOutOfM
 from hf_memopt.compatibility.rules import PACKAGES
 from hf_memopt.errors import one_line
 from hf_memopt.recipe.phase_peaks import PhasePeaks
-from hf_memopt.trainer.step.optimizer_guard import StepWatch, guard, steps_in_backward
+from hf_memopt.trainer.step.optimizer_guard import StepWatch, guard
+from hf_memopt.trainer.step.recoverability import changes_weights_in_backward
 
 NAMES = [member.value for member in OptimizerNames]
 # Their packages are installed; the others may fail as they do under the plain Trainer.
@@ -382,8 +384,13 @@ def test_what_counts_as_written(write, wrote):
 
 
 def test_optimizers_that_step_in_backward():
-    assert steps_in_backward(OptimizerNames.LOMO) and steps_in_backward("galore_adamw_layerwise")
-    assert not steps_in_backward(OptimizerNames.ADAMW_TORCH)
+    def in_backward(optim):
+        return changes_weights_in_backward(
+            SimpleNamespace(args=SimpleNamespace(optim=optim), memory_args=MemoryArguments())
+        )
+
+    assert in_backward(OptimizerNames.LOMO) and in_backward("galore_adamw_layerwise")
+    assert not in_backward(OptimizerNames.ADAMW_TORCH)
 
 
 class Own(torch.optim.SGD):

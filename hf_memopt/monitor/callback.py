@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_memopt.hardware.detection import usable_processors
@@ -57,7 +58,7 @@ class MemoryCallback(TrainerCallback):
         for console in [each for each in callbacks if isinstance(each, ProgressCallback | PrinterCallback)]:
             hidden: dict[str, float] = {}
             index = callbacks.index(console)
-            callbacks[index : index + 1] = [_HideFigures(hidden), console, _ShowFigures(hidden)]
+            callbacks[index : index + 1] = [_HideFigures(hidden), console, _HideFigures(hidden, back=True)]
         callbacks.insert(0, self)
         return self
 
@@ -162,26 +163,19 @@ class MemoryCallback(TrainerCallback):
 
 
 class _HideFigures(TrainerCallback):
-    """Removes the memory figures before the console prints the logs."""
+    """Removes the memory figures before the console prints the logs; a second one puts them back after it."""
 
-    def __init__(self, hidden: dict[str, float]) -> None:
-        self.hidden = hidden
+    def __init__(self, hidden: dict[str, float], back: bool = False) -> None:
+        self.hidden, self.back = hidden, back
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.back:
+            if logs is not None:
+                logs.update(self.hidden)
+            self.hidden.clear()
+            return
         for name in [name for name in logs or () if name.startswith("memory/")]:
             self.hidden[name] = logs.pop(name)
-
-
-class _ShowFigures(TrainerCallback):
-    """Puts them back for the callbacks after the console."""
-
-    def __init__(self, hidden: dict[str, float]) -> None:
-        self.hidden = hidden
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs is not None:
-            logs.update(self.hidden)
-        self.hidden.clear()
 
 
 def append(folder: str, line: dict[str, Any]) -> None:
@@ -204,8 +198,6 @@ def _largest(args, *sizes: int) -> tuple[int, ...]:
     """The largest value of each size over all processes."""
     if args.world_size == 1:
         return sizes
-    import torch
-
     largest = torch.tensor(sizes, dtype=torch.int64, device=args.device)
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
     return tuple(largest.tolist())

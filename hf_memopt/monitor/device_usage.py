@@ -74,24 +74,22 @@ def _nvidia() -> list[Device]:
         return []  # no driver
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [_nvidia_device(pynvml, handle) for handle in handles]
+        devices = []
+        for handle in handles:
+            memory, label = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetName(handle)
+            try:
+                busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+            except pynvml.NVMLError:  # not available on a MIG slice
+                busy = None
+            try:
+                running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            except pynvml.NVMLError:
+                running = []
+            processes = [Process(entry.pid, _name(entry.pid), entry.usedGpuMemory) for entry in running]
+            devices.append(Device(label, "nvidia", memory.used, memory.total, busy, _sorted(processes)))
+        return devices
     finally:
         pynvml.nvmlShutdown()
-
-
-def _nvidia_device(pynvml, handle) -> Device:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    try:
-        busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    except pynvml.NVMLError:  # not available on a MIG slice
-        busy = None
-    try:
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:
-        running = []
-    processes = [Process(entry.pid, _name(entry.pid), entry.usedGpuMemory) for entry in running]
-    label = pynvml.nvmlDeviceGetName(handle)
-    return Device(label, "nvidia", memory.used, memory.total, busy, _sorted(processes))
 
 
 def _amd() -> list[Device]:
@@ -164,14 +162,9 @@ def _apple() -> list[Device]:
     busy = figures.get("Device Utilization %")
     used = figures.get("In use system memory", 0)
     label = command_output("sysctl", "-n", "machdep.cpu.brand_string") or "Apple Silicon"
-    total = _wired_limit() or psutil.virtual_memory().total
+    limit = command_output("sysctl", "-n", "iogpu.wired_limit_mb")  # of what the GPU may wire, where the user set one
+    total = (int(limit) * 2**20 if limit.isdigit() else 0) or psutil.virtual_memory().total
     return [Device(f"{label} GPU", "apple", used, total, busy / 100 if busy is not None else None)]
-
-
-def _wired_limit() -> int | None:
-    """Bytes that the GPU may wire, where the user has set a limit."""
-    limit = command_output("sysctl", "-n", "iogpu.wired_limit_mb")
-    return int(limit) * 2**20 if limit.isdigit() and int(limit) else None
 
 
 def _host() -> Device:

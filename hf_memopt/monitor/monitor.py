@@ -112,17 +112,10 @@ class MemoryMonitor:
         """`total` (allocated, reserved, peaks and capacity), `fragmentation` (`ratio`: the share of reserved memory
         that no tensor was in) and `host`; in bytes and, as `…_gb`, in 10⁹ bytes."""
         reading = self.reader.read()
-        total = {
-            "allocated": reading.allocated,
-            "reserved": reading.reserved,
-            "peak_allocated": reading.peak_allocated,
-            "peak_reserved": reading.peak_reserved,
-            "used": reading.used,
-            "capacity": reading.capacity,
-        }
+        names = ("allocated", "reserved", "peak_allocated", "peak_reserved", "used", "capacity")
         host = {"resident": reading.host_resident, "available": reading.host_available}
         return {
-            "total": _both(total),
+            "total": _both({name: getattr(reading, name) for name in names}),
             "fragmentation": {"ratio": reading.fragmentation, "allocator_retries": reading.retries},
             "host": _both(host),
         }

@@ -19,20 +19,11 @@ _CHECKPOINTING_NAMES = ("activation_checkpointing", "gradient_checkpointing", "d
 _OFFLOADING_NAMES = ("cpu_offload", "enable_cpu_offload", "nvme_offload", "offload_optimizer", "optimizer_cpu_offload")
 _PRECISIONS = ("no", "fp32", "fp16", "bf16", "fp8")
 _SAME_NAME = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "optim",
-    "torch_compile",
-    "use_liger_kernel",
-    "fsdp",
-    "fsdp_config",
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "optim"),
+    *("torch_compile", "use_liger_kernel", "fsdp", "fsdp_config"),
 )
-_OTHER_NAME = {
-    "batch_size": "per_device_train_batch_size",
-    "micro_batch_size": "per_device_train_batch_size",
-    "optimizer": "optim",
-}
+_BATCH = "per_device_train_batch_size"
+_OTHER_NAME = {"batch_size": _BATCH, "micro_batch_size": _BATCH, "optimizer": "optim"}
 _WHOLE = ("zero_optimization", "fsdp_config", "offload_optimizer")  # sections that are one value
 
 

@@ -27,7 +27,17 @@ def profiled_trace(results, modules: dict[int, str]) -> tuple[list[dict[str, Any
     while pending:
         event, stack, module = pending.pop()
         if event.tag == _EventType.Allocation:
-            trace.append(_allocation(event, stacks.setdefault(stack, len(stacks)), module))
+            size = event.extra_fields.alloc_size
+            trace.append(
+                {
+                    "action": "alloc" if size >= 0 else "free_completed",
+                    "addr": event.extra_fields.ptr,
+                    "size": abs(size),
+                    "time_us": event.start_time_ns / 1000,
+                    "stack": stacks.setdefault(stack, len(stacks)),
+                    "user_metadata": module,
+                }
+            )
             continue
         if event.tag == _EventType.PyCall:
             called = event.extra_fields.callsite
@@ -40,15 +50,3 @@ def profiled_trace(results, modules: dict[int, str]) -> tuple[list[dict[str, Any
     trace.sort(key=lambda event: event["time_us"])
     named = [[{"filename": file, "line": line, "name": name} for file, line, name in stack] for stack in stacks]
     return trace, named
-
-
-def _allocation(event, stack: int, module: str) -> dict[str, Any]:
-    size = event.extra_fields.alloc_size
-    return {
-        "action": "alloc" if size >= 0 else "free_completed",
-        "addr": event.extra_fields.ptr,
-        "size": abs(size),
-        "time_us": event.start_time_ns / 1000,
-        "stack": stack,
-        "user_metadata": module,
-    }

@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from hf_memopt.files import write_whole
@@ -214,8 +215,6 @@ def _observe() -> None:
     counterpart): one per run would call callbacks of finished runs and keep their models alive. Where the private
     function is missing, nothing is written when memory runs out.
     """
-    import torch
-
     global _observed
     if not _observed and hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
         torch._C._cuda_attach_out_of_memory_observer(_ran_out)
@@ -235,15 +234,11 @@ class _CudaRecorder:
         self.ran_out: Callable[..., object] | None = None
 
     def begin(self) -> None:
-        import torch
-
         torch.cuda.memory._record_memory_history(
             context="alloc", stacks="python", max_entries=self.max_entries, device=self.device, clear_history=True
         )
 
     def end(self) -> None:
-        import torch
-
         torch.cuda.memory._record_memory_history(None, device=self.device)
         _watching.discard(self)
 
@@ -255,13 +250,9 @@ class _CudaRecorder:
 
     def label(self, text: str) -> None:
         """Label the allocations that this thread makes from now on."""
-        import torch
-
         torch.cuda.memory._set_memory_metadata(text)  # private (torch 2.13)
 
     def write(self, path: Path, metadata: dict[str, Any]) -> Path:
-        import torch
-
         snapshot = torch.cuda.memory._snapshot(self.device) | {"hf_memopt": metadata}
         path = path.with_name(path.name + ".pickle")
         write_whole(path, pickle.dumps(snapshot))
@@ -301,8 +292,6 @@ class _ProfilerRecorder:
 
 def _state_tensors(optimizer):
     """Names and tensors of an optimizer's states."""
-    import torch
-
     while hasattr(optimizer, "optimizer") and not isinstance(getattr(optimizer, "state", None), dict):
         optimizer = optimizer.optimizer
     for index, state in enumerate(getattr(optimizer, "state", {}).values()):

@@ -9,7 +9,7 @@ from hf_memopt.levers.facts import Facts
 from hf_memopt.levers.features.loss_chunks import LOSS_CHUNKS
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.oom.classify import KILLED, Diagnosis, OomKind
-from hf_memopt.oom.frames import FrameRow
+from hf_memopt.oom.failing_frames import FrameRow
 from hf_memopt.units import GIB, gib
 
 # Where it happened -> why, and what helps, the most effective first.
@@ -198,13 +198,9 @@ def _of_frame(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
 
 
 def _of_stage(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
+    """What the stage says; of a step also whether it fitted before."""
     if failure.stage in ("eval", "save", "load", "resume") or (failure.stage == "optimizer" and not failure.step):
         return _BY_STAGE[failure.stage]
-    return _in_step(failure)
-
-
-def _in_step(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
-    """The cause of a failure in a step that may have fitted before."""
     why, rows = _BY_STAGE["step"]
     step, longest = failure.step, failure.longest
     if not step or (step == 1 and longest is None):

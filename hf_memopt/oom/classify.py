@@ -253,10 +253,16 @@ def classify_oom(error: BaseException) -> OomKind:
 
 def diagnose(error: BaseException) -> Diagnosis:
     """The diagnosis of an exception, or of the first in its chain of causes that is in the table."""
+    import torch
+
     for link in chain(error):
-        diagnosis = _diagnose_one(link)
-        if diagnosis.cause:
-            return diagnosis
+        text = one_line(link)
+        if isinstance(link, RuntimeError | MemoryError | OSError) and (row := _find_row(text)):
+            return diagnosed(row, text)
+        if isinstance(link, torch.OutOfMemoryError):
+            return Diagnosis(OomKind.DEVICE, True, "device memory ran out", text)
+        if isinstance(link, MemoryError):
+            return Diagnosis(OomKind.HOST, True, "host memory ran out", text)
     return Diagnosis(OomKind.NOT_MEMORY, False, "", one_line(error))
 
 
@@ -292,19 +298,6 @@ def _matches(pattern: str, line: str) -> bool:
     first, gap, second = pattern.partition(_GAP)
     match = re.search(first, line, re.IGNORECASE)
     return bool(match and (not gap or re.compile(second, re.IGNORECASE).search(line, match.end())))
-
-
-def _diagnose_one(error: BaseException) -> Diagnosis:
-    import torch
-
-    text = one_line(error)
-    if isinstance(error, RuntimeError | MemoryError | OSError) and (row := _find_row(text)):
-        return diagnosed(row, text)
-    if isinstance(error, torch.OutOfMemoryError):
-        return Diagnosis(OomKind.DEVICE, True, "device memory ran out", text)
-    if isinstance(error, MemoryError):
-        return Diagnosis(OomKind.HOST, True, "host memory ran out", text)
-    return Diagnosis(OomKind.NOT_MEMORY, False, "", text)
 
 
 def free_memory() -> None:

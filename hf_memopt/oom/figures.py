@@ -33,7 +33,8 @@ _START = re.compile(r"out of memory\b|[Tt]r(?:ied|ying) to allocate ", re.IGNORE
 
 def parse_figures(message: str) -> dict[str, int]:
     """The bytes that a message names; of several messages the last one's, since each is about its own device."""
-    message = _last_message(message)
+    if starts := [match.start() for match in _START.finditer(message)]:
+        message = message[message.rfind("\n", 0, starts[-1]) + 1 :]  # from the line on in which the last one begins
     units = _METAL_UNITS if "MPS" in message else _UNITS
     figures = {}
     for name, pattern in _FIGURES.items():
@@ -42,12 +43,6 @@ def parse_figures(message: str) -> dict[str, int]:
             figures[name] = sizes[-1]
     listed = [_bytes(match.groups(), units) for match in _LISTED.finditer(message)]
     return _attribute(figures, listed)
-
-
-def _last_message(text: str) -> str:
-    """From the line on in which the last message begins; lines of several messages are several processes'."""
-    starts = [match.start() for match in _START.finditer(text)]
-    return text[text.rfind("\n", 0, starts[-1]) + 1 :] if starts else text
 
 
 def _bytes(groups: tuple[str | None, ...], units: dict[str, int]) -> int:
@@ -68,7 +63,10 @@ def _attribute(figures: dict[str, int], listed: list[int]) -> dict[str, int]:
     listed = [size for size in listed if size <= capacity]
     if figures.get("own_bytes", 0) > capacity:
         figures.pop("own_bytes")
-    if "own_bytes" not in figures and allocated is not None and (own := _own(listed, tensors)):
+    # The listed process that is this one holds its tensors, and the smallest that does is nearest to them. NVML lists
+    # all processes of a device or none, so of a single one that is large enough it is certain.
+    own = min((size for size in listed if size >= tensors - _ROUNDED), default=None)
+    if "own_bytes" not in figures and allocated is not None and own:
         figures["own_bytes"] = own
         listed.remove(own)
     most = capacity - free - max(figures.get("own_bytes", 0), tensors)
@@ -78,11 +76,3 @@ def _attribute(figures: dict[str, int], listed: list[int]) -> dict[str, int]:
     if others := max(0, min(sum(listed), most)):
         figures["others_bytes"] = others
     return figures
-
-
-def _own(listed: list[int], tensors: int) -> int | None:
-    """The listed process that is this one: it holds its tensors, and the smallest that does is nearest to them.
-
-    NVML lists all processes of a device or none, so of a single one that is large enough it is certain.
-    """
-    return min((size for size in listed if size >= tensors - _ROUNDED), default=None)

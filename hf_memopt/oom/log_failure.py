@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.oom.causes import Failure, guess_job
 from hf_memopt.oom.classify import OomKind, Row, diagnosed, find_row
+from hf_memopt.oom.failing_frames import find_frame, frame_match, read_frames
 from hf_memopt.oom.figures import parse_figures
-from hf_memopt.oom.frames import find_frame, frame_match, read_frames
 from hf_memopt.oom.log_lines import Line, read_lines
 
 # Steps in the Trainer's bar, in its log and in MemoryTrainer's messages; at most 12 digits. The Trainer's bar has no
@@ -118,14 +118,9 @@ def _scan(lines: Sequence[Line]) -> tuple[list[_Fault], list[_Step], int | None]
         row = find_row(text)
         if row is not None and not _HYPOTHETICAL.search(text):
             faults.append(_Fault(at, row))
-        elif row is None and reason is None and _ends_otherwise(text):
-            reason = at
+        elif row is None and reason is None and any(hint in text.lower() for hint in _REASON_HINTS):
+            reason = at if _OTHER_REASON.search(text) else None
     return faults, steps, reason
-
-
-def _ends_otherwise(text: str) -> bool:
-    lowered = text.lower()
-    return any(hint in lowered for hint in _REASON_HINTS) and bool(_OTHER_REASON.search(text))
 
 
 def _went_on(steps: Sequence[_Step], at: int) -> bool:

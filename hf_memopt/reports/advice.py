@@ -134,35 +134,24 @@ def _advise_on_folder(folder: Path) -> Advice | None:
     check_links(folder, {REPORT_FILE, LOG, OOM, *(log.name for log in logs)})
     if ended := read_oom_report(folder):
         return _advise_on_report(ended)
-    events = _events(folder)
-    if events:
-        return _advise_on_event(events[-1])
+    events = read_log(folder / LOG)[1].to_list() if is_there(folder / LOG) else []
+    for event in reversed(events):
+        if event["event"] in ("oom_recovered", "memory_grows", "micro_batch_lowered"):
+            return _advise_on_event(event)
     for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
         if advice := advise_on_text(_read_end(log)):
             return advice
     if any(is_there(folder / name) for name in (LOG, REPORT_FILE)):
-        return _advise_on_slow_run(folder)
+        run = read_run(folder)
+        if (slow := why_slow(run)) is None:
+            return None
+        step = run.readings[-1]["step"] if run.readings else None
+        return Advice(SLOW, _BOTTLENECKS[slow.cause], "training", step, slow.why, _unpredicted(slow.changes), "")
     if not logs:
         raise InputError(
             f"{folder} has none of {OOM}, {LOG}, {REPORT_FILE} and *.log: give the run's output_dir, or its log"
         )
     return None
-
-
-def _advise_on_slow_run(folder: Path) -> Advice | None:
-    run = read_run(folder)
-    slow = why_slow(run)
-    if slow is None:
-        return None
-    step = run.readings[-1]["step"] if run.readings else None
-    return Advice(SLOW, _BOTTLENECKS[slow.cause], "training", step, slow.why, _unpredicted(slow.changes), "")
-
-
-def _events(folder: Path) -> list[dict[str, Any]]:
-    """Failures that a run recovered from, and growth of memory that it reported."""
-    log = folder / LOG
-    events = read_log(log)[1].to_list() if is_there(log) else []
-    return [event for event in events if event["event"] in ("oom_recovered", "memory_grows", "micro_batch_lowered")]
 
 
 def _advise_on_report(report: dict[str, Any]) -> Advice:

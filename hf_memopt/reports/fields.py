@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_memopt.errors import InputError
+from hf_memopt.levers.arguments import THRESHOLDS
 from hf_memopt.oom.classify import OomKind
 
 LARGEST = 2**63  # bytes, steps, samples: what fits into the integers of torch and of matplotlib
@@ -101,23 +102,16 @@ def _phase_and_bytes(value: Any, name: str) -> None:
     BYTES(value[1], f"{name}[1]")
 
 
-_PEAKS = {name: BYTES for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")}
+def _each(check: Check, *names: str) -> dict[str, Check]:
+    return dict.fromkeys(names, check)
+
+
+_PEAKS = _each(BYTES, "peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes")
 EVENT = objects(
-    event=TEXT,
-    step=COUNT,
-    stage=TEXT,
+    **_each(TEXT, "event", "stage", "cause", "reason", "message", "why_not_smaller", "remedy", "label", "status"),
+    **_each(COUNT, "step", "micro_batch_before", "micro_batch_after", "samples_at_once"),
     kind=OOM_KIND,
-    cause=TEXT,
-    reason=TEXT,
-    message=TEXT,
-    why_not_smaller=TEXT,
-    remedy=TEXT,
-    label=TEXT,
-    status=TEXT,
     checkpoint=TEXT,
-    micro_batch_before=COUNT,
-    micro_batch_after=COUNT,
-    samples_at_once=COUNT,
     utilization=SHARE,
     shapes=mappings(lists(COUNT)),
     dataset_indices=lists(ANYTHING),
@@ -126,20 +120,13 @@ EVENT = objects(
     next=lists(objects(change=TEXT, saved_bytes=SIGNED_BYTES)),
 )
 READING = objects(
+    **_each(TEXT, "phase", "status"),
+    **_each(COUNT, "step", "dataloader_num_workers", "processors"),
+    **_each(BYTES, "allocated", "peak_allocated", "capacity"),
+    **_each(FRACTION, "data_wait_share", "device_busy_share", "disk_wait_share"),
     time=SECONDS,
-    step=COUNT,
-    phase=TEXT,
-    status=TEXT,
-    allocated=BYTES,
-    peak_allocated=BYTES,
-    capacity=BYTES,
     free=SIGNED_BYTES,
     tokens_per_second=RATE,
-    data_wait_share=FRACTION,
-    device_busy_share=FRACTION,
-    disk_wait_share=FRACTION,
-    dataloader_num_workers=COUNT,
-    processors=COUNT,
 )
 _ESTIMATE = objects(
     **_PEAKS,
@@ -150,22 +137,12 @@ _ESTIMATE = objects(
     phases=mappings(BYTES),
 )
 REPORT = objects(
-    date=TEXT,
-    model=TEXT,
-    command=TEXT,
-    preset=TEXT,
-    method=TEXT,
-    strategy=TEXT,
+    **_each(TEXT, "date", "model", "command", "preset", "method", "strategy", "measured_batch"),
+    **_each(mappings(ANYTHING), "settings", "levers"),
+    **_each(_ESTIMATE, "estimate", "estimate_of_measured_batch"),
     hardware=objects(label=TEXT, memory_bytes=BYTES, devices=COUNT),
     versions=mappings(LABEL),
-    settings=mappings(ANYTHING),
-    memory_arguments=objects(
-        target_memory_utilization=SHARE, warning_threshold=SHARE, critical_threshold=SHARE, emergency_threshold=SHARE
-    ),
-    levers=mappings(ANYTHING),
-    estimate=_ESTIMATE,
-    measured_batch=TEXT,
-    estimate_of_measured_batch=_ESTIMATE,
+    memory_arguments=objects(**_each(SHARE, *THRESHOLDS)),
     predicted_timeline=lists(_phase_and_bytes),
     measured=objects(**_PEAKS, phases=mappings(BYTES)),
     held_out_loss=mappings(LOSS),

@@ -88,20 +88,15 @@ def read_log(file: Path, largest: int = LARGEST_LOG) -> tuple[Readings, Events]:
                 if "event" in entry:  # EVENT removes it where it is null
                     events.add(entry)
             elif "allocated" in entry and "time" in entry:
-                _check_reading(entry)
+                READING(entry, "")
+                if missing := [name for name in _NEEDED if name not in entry]:
+                    raise InputError(f"{missing[0]} is missing")
                 readings.add(entry)
                 if readings.seen == 1:
                     events.clear()
         except InputError as error:
             raise InputError(f"{where}: {error}: delete that line, or run again") from None
     return readings, events
-
-
-def _check_reading(entry: dict[str, Any]) -> None:
-    READING(entry, "")
-    for name in _NEEDED:
-        if name not in entry:
-            raise InputError(f"{name} is missing")
 
 
 def _entries(file: Path, largest: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -17,7 +17,9 @@ def suggest_next_steps(run: Run) -> list[str]:
     steps = []
     for event in events:
         if event.get("event") == "out_of_memory":
-            steps += [_describe_change(change) for change in event.get("next") or ()]
+            for change in event.get("next") or ():
+                saved = f": predicted to save {size(change['saved_bytes'])}" if change.get("saved_bytes") else ""
+                steps.append(f"{change.get('change')}{saved}.")
             if event.get("checkpoint"):
                 steps.append(f"The last good step was saved: the same command resumes from {event['checkpoint']}.")
     if smallest := _smallest_chunk(events):
@@ -40,21 +42,17 @@ def suggest_next_steps(run: Run) -> list[str]:
             f"The device was {share:.0%} full: a longer sample may not fit. probe_worst_batch=true tries the "
             "largest batch first."
         )
-    slow = why_slow(run)
-    if slow:
+    if slow := why_slow(run):
         steps.append(f"{slow.why[0].upper()}{slow.why[1:]}. What helps: {'; '.join(slow.changes)}.")
     if share is not None and share < HALF_EMPTY and not steps:
-        larger = "Checkpoint fewer layers (checkpoint_ratio below 1), then set" if _checkpoints(settings) else "Set"
+        checkpointed = settings.get("activation_checkpointing")
+        batch, accumulation = settings.get("per_device_train_batch_size"), settings.get("gradient_accumulation_steps")
+        larger = "Checkpoint fewer layers (checkpoint_ratio below 1), then set" if checkpointed else "Set"
         steps.append(
-            f"Only {share:.0%} of the device was used. {larger} {larger_batch(*_batch(settings))}; "
+            f"Only {share:.0%} of the device was used. {larger} {larger_batch(batch, accumulation)}; "
             "hf-memopt plan MODEL finds the fastest that fits."
         )
     return steps or ["Nothing: the run fitted and used its memory well."]
-
-
-def _describe_change(change: dict[str, Any]) -> str:
-    saved = change.get("saved_bytes")
-    return f"{change.get('change')}" + (f": predicted to save {size(saved)}." if saved else ".")
 
 
 def _smallest_chunk(events) -> int | None:
@@ -66,18 +64,10 @@ def _smallest_chunk(events) -> int | None:
     return min(sizes, default=None)
 
 
-def _batch(settings: dict[str, Any]) -> tuple[Any, Any]:
-    return settings.get("per_device_train_batch_size"), settings.get("gradient_accumulation_steps")
-
-
 def _reserved_overhead(report: dict[str, Any]) -> float:
     measured = report.get("measured", {})
     reserved, allocated = measured.get("peak_reserved_bytes"), measured.get("peak_allocated_bytes")
     return reserved / allocated - 1 if reserved and allocated and reserved > 2**30 else 0.0
-
-
-def _checkpoints(settings: dict[str, Any]) -> bool:
-    return bool(settings.get("activation_checkpointing"))
 
 
 def speed(run: Run) -> tuple[float, float, float, int] | None:

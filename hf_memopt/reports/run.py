@@ -64,7 +64,14 @@ def read_run(directory: str | Path, largest_log: int = LARGEST_LOG) -> Run:
     log = folder / LOG
     readings, logged = read_log(log, largest_log) if is_there(log) else (Readings(), Events())
     events = _merged(report.get("events", ()), logged, read_oom_report(folder))
-    return Run(folder, report, readings.to_list(), sorted(events.to_list(), key=_step), readings.seen, events.left_out)
+    return Run(
+        folder,
+        report,
+        readings.to_list(),
+        sorted(events.to_list(), key=lambda event: event.get("step", 0)),
+        readings.seen,
+        events.left_out,
+    )
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -111,7 +118,3 @@ def _merged(reported: list[dict[str, Any]], logged: Events, ended: dict[str, Any
     if ended and not any(event.get("event") == "out_of_memory" for event in events.to_list()):
         events.add(ended)
     return events
-
-
-def _step(event: dict[str, Any]) -> int:
-    return event.get("step", 0)

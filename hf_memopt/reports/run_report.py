@@ -9,8 +9,8 @@ from hf_memopt.estimator.duration import time_text
 from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import PROFILES, THRESHOLDS
 from hf_memopt.oom.events import describe_event
+from hf_memopt.reports.html_page import render_page
 from hf_memopt.reports.next_steps import speed, suggest_next_steps
-from hf_memopt.reports.page import render_page
 from hf_memopt.reports.run import Run, read_run
 from hf_memopt.reports.slow import data_wait_share
 from hf_memopt.terminal import plain
@@ -19,24 +19,10 @@ from hf_memopt.units import size
 PAGE = "memory_report.html"
 # Fields of TrainingArguments that memory use depends on, shown first.
 _MEMORY_SETTINGS = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "per_device_eval_batch_size",
-    "bf16",
-    "fp16",
-    "optim",
-    "activation_checkpointing",
-    "activation_checkpointing_kwargs",
-    "torch_compile",
-    "deepspeed",
-    "fsdp",
-    "fsdp_config",
-    "torch_empty_cache_steps",
-    "use_liger_kernel",
-    "eval_accumulation_steps",
-    "max_steps",
-    "num_train_epochs",
-    "learning_rate",
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "bf16", "fp16"),
+    *("optim", "activation_checkpointing", "activation_checkpointing_kwargs", "torch_compile", "deepspeed", "fsdp"),
+    *("fsdp_config", "torch_empty_cache_steps", "use_liger_kernel", "eval_accumulation_steps"),
+    *("max_steps", "num_train_epochs", "learning_rate"),
 )
 
 
@@ -62,8 +48,11 @@ def run_page(run: Run) -> str:
     same_batch = report.get("estimate_of_measured_batch")
     settings = report.get("settings", {})
     failed = next((event for event in run.events if event.get("event") == "out_of_memory"), None)
-    capacity = report.get("hardware", {}).get("memory_bytes") or _logged_capacity(run)
-    thresholds = _thresholds(report)
+    capacity = report.get("hardware", {}).get("memory_bytes") or (
+        run.readings[-1].get("capacity", 0) if run.readings else 0
+    )
+    thresholds, speeds = _thresholds(report), speed(run)
+    passes = len(charts.forward_passes(phase for phase, _ in report.get("predicted_timeline") or ()))
     return render_page(
         "run",
         name=run.name,
@@ -76,7 +65,7 @@ def run_page(run: Run) -> str:
         chart_over_time=_chart(run, thresholds, capacity),
         chart_text=_describe_chart(run, capacity),
         chart_by_phase=_chart_by_phase(report, estimate),
-        forward_passes=_forward_passes(report),
+        forward_passes=f"{passes} forward pass{'es' * (passes != 1)}",
         note=_note(run),
         capacity=capacity,
         thresholds=[(name, f"{share:.0%}", size(share * capacity)) for name, share in thresholds.items()],
@@ -97,8 +86,11 @@ def run_page(run: Run) -> str:
         peak_phase=estimate.get("phase", ""),
         notes=estimate.get("notes", []),
         colours=charts.PARTS,
-        events=[_event(event) for event in run.events],
-        speed=_speed(run),
+        events=[
+            (str(event.get("step", "")), event.get("event", "").replace("_", " "), describe_event(event))
+            for event in run.events
+        ],
+        speed=speeds and (*(f"{value:,.0f}" for value in speeds[:3]), str(speeds[3])),
         losses=[(step, f"{loss:.4f}") for step, loss in report.get("held_out_loss", {}).items()],
         settings=_settings(report),
         all_settings=[(name, value) for name, value in settings.items() if value not in (None, "", [], {})],
@@ -108,7 +100,9 @@ def run_page(run: Run) -> str:
 
 def compare_page(runs: list[Run]) -> str:
     """The HTML page that compares runs."""
-    names = _names(runs)
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [plain(str(run.folder)) for run in runs]
     rows = {name: figures(run) for name, run in zip(names, runs, strict=True)}
     keys = [key for key in next(iter(rows.values())) if any(row[key] is not None for row in rows.values())]
     logged = {name: run.readings for name, run in zip(names, runs, strict=True) if run.readings}
@@ -131,9 +125,11 @@ def figures(run: Run) -> dict[str, Any]:
     losses = report.get("held_out_loss", {})
     tokens_per_second = speed(run)
     counts = Counter(event.get("event") for event in run.events) + run.left_out
+    # Of a run that wrote no report: the time that its readings span.
+    logged_seconds = run.readings[-1]["time"] - run.readings[0]["time"] if len(run.readings) > 1 else None
     return {
         "steps": report.get("global_step") or (run.readings[-1]["step"] if run.readings else None),
-        "training_time_seconds": _training_seconds(run),
+        "training_time_seconds": report.get("train_seconds") or logged_seconds,
         "predicted_peak_allocated_bytes": estimate.get("peak_allocated_bytes"),
         "peak_allocated_bytes": measured.get("peak_allocated_bytes"),
         "peak_reserved_bytes": measured.get("peak_reserved_bytes"),
@@ -144,13 +140,6 @@ def figures(run: Run) -> dict[str, Any]:
         "recovered_out_of_memory": counts["oom_recovered"],
         "ended_out_of_memory": counts["out_of_memory"],
     }
-
-
-def _training_seconds(run: Run) -> float | None:
-    """The seconds that the Trainer measured; of a run that wrote no report, the time that its readings span."""
-    if seconds := run.report.get("train_seconds"):
-        return seconds
-    return run.readings[-1]["time"] - run.readings[0]["time"] if len(run.readings) > 1 else None
 
 
 def figure_texts(run: Run) -> list[tuple[str, str]]:
@@ -164,24 +153,16 @@ def _label(key: str) -> str:
 
 def differences(runs: list[Run]) -> dict[str, list[Any]]:
     """Settings that differ between runs: name -> the value in each run."""
-    settings = []
-    for run in runs:
-        report = run.report
-        settings.append(
-            {name: report.get(name) for name in ("preset", "method", "strategy")}
-            | report.get("settings", {})
-            | (report.get("memory_arguments") or {})
-        )
+    settings = [
+        {name: run.report.get(name) for name in ("preset", "method", "strategy")}
+        | run.report.get("settings", {})
+        | (run.report.get("memory_arguments") or {})
+        for run in runs
+    ]
     names = dict.fromkeys(name for run_settings in settings for name in run_settings)
     ignored = {"output_dir", "run_name", "logging_dir"}  # differ in every run
     rows = {name: [run_settings.get(name) for run_settings in settings] for name in names if name not in ignored}
     return {name: values for name, values in rows.items() if len(set(map(str, values))) > 1}
-
-
-def _names(runs: list[Run]) -> list[str]:
-    """The folders' names; their paths where two names are the same."""
-    short = [run.name for run in runs]
-    return short if len(set(short)) == len(short) else [plain(str(run.folder)) for run in runs]
 
 
 def _cell(key: str, value: Any) -> str:
@@ -215,21 +196,17 @@ def _verdict(run: Run, failed) -> str:
             f"{failed.get('cause', '')}"
         )
     measured = figures(run)
+    model, hardware = run.report.get("model"), run.report.get("hardware", {})
+    devices = f"{hardware['devices']} × " if (hardware.get("devices") or 1) > 1 else ""
+    job = (f" of {model}" if model else "") + (f" on {devices}{hardware['label']}" if hardware.get("label") else "")
     peak = measured["peak_allocated_bytes"]
     shown = peak or max((reading["peak_allocated"] for reading in run.readings), default=None)
-    verdict = f"Ran {measured['steps'] or 0} steps{_job(run.report)}. Peak {size(shown)} allocated, measured"
+    verdict = f"Ran {measured['steps'] or 0} steps{job}. Peak {size(shown)} allocated, measured"
     if peak and (predicted := measured["predicted_peak_allocated_bytes"]):
         verdict += f"; predicted {size(predicted)} ({_signed(predicted / peak - 1, 1)})"
     if recovered := measured["recovered_out_of_memory"]:
         return f"{verdict}. Recovered from running out of memory {recovered} time{'s' * (recovered > 1)}."
     return f"{verdict}."
-
-
-def _job(report: dict[str, Any]) -> str:
-    """The model, and the devices that it ran on."""
-    model, hardware = report.get("model"), report.get("hardware", {})
-    devices = f"{hardware['devices']} × " if (hardware.get("devices") or 1) > 1 else ""
-    return (f" of {model}" if model else "") + (f" on {devices}{hardware['label']}" if hardware.get("label") else "")
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -288,11 +265,6 @@ def _chart_by_phase(report: dict[str, Any], estimate: dict[str, Any]):
     return charts.both(lambda axes, narrow: charts.by_phase(axes, narrow, timeline, peak), "phases")
 
 
-def _forward_passes(report: dict[str, Any]) -> str:
-    count = len(charts.forward_passes(phase for phase, _ in report.get("predicted_timeline") or ()))
-    return f"{count} forward pass{'es' * (count != 1)}"
-
-
 def _counts_tensors(report: dict[str, Any]) -> bool:
     """True if readings are of tensors; on a CPU they are resident memory."""
     return "peak_reserved_bytes" in report.get("measured", {})
@@ -335,16 +307,14 @@ def _compared(
         rows.append([f"predicted, {batch}", *_sizes(same_batch, names)])
     predicted = same_batch or estimate
     rows.append(["measured", *_sizes(measured, names)])
-    rows.append(["difference", *(_difference(predicted.get(name), measured[name]) for name in names)])
+    known = {name: predicted[name] for name in names if predicted.get(name) and measured[name]}
+    relative = [_signed(known[name] / measured[name] - 1, 2) if name in known else "" for name in names]
+    rows.append(["difference", *relative])
     return {"columns": [name.removesuffix("_bytes").replace("_", " ") for name in names], "rows": rows}
 
 
 def _sizes(bytes_by_name: dict[str, Any], names: list[str]) -> list[str]:
     return [size(bytes_by_name[name]) if bytes_by_name.get(name) else "" for name in names]
-
-
-def _difference(predicted: int | None, measured: int | None) -> str:
-    return _signed(predicted / measured - 1, 2) if predicted and measured else ""
 
 
 def _signed(share: float, digits: int) -> str:
@@ -362,19 +332,6 @@ def _phases(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[st
         return size(sizes[name]) if name in sizes else ""
 
     return [(name, cell(predicted, name), cell(peaks, name)) for name in names]
-
-
-def _event(event: dict[str, Any]) -> tuple[str, ...]:
-    return str(event.get("step", "")), event.get("event", "").replace("_", " "), describe_event(event)
-
-
-def _logged_capacity(run: Run) -> float:
-    return run.readings[-1].get("capacity", 0) if run.readings else 0
-
-
-def _speed(run: Run) -> tuple[str, ...] | None:
-    speeds = speed(run)
-    return speeds and (*(f"{value:,.0f}" for value in speeds[:3]), str(speeds[3]))
 
 
 def _settings(report: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from transformers import TrainingArguments
 
 from hf_memopt.compatibility.launch import cannot_start
@@ -29,8 +30,11 @@ def check_constructor_arguments(args: tuple, kwargs: dict[str, Any], own_optimiz
     model = kwargs.get("model", args[0] if args else None)
     training_args = kwargs.get("args") or next((value for value in args if isinstance(value, TrainingArguments)), None)
     if training_args is not None:
+        # Of an Accelerator that the script made before TrainingArguments. AcceleratorState() raises where there is
+        # none yet, and accelerate 1.15 has no public way to ask.
+        state = AcceleratorState() if AcceleratorState._shared_state else None
         optimizer = (kwargs.get("optimizers") or (None,))[0]
-        check_combination(model, training_args, _accelerator_state(), optimizer, own_optimizer)
+        check_combination(model, training_args, state, optimizer, own_optimizer)
 
 
 def check_combination(model, args, state=None, optimizer=None, own_optimizer: bool = False) -> None:
@@ -52,26 +56,25 @@ def describe_setup(model, args, state=None, optimizer=None, own_optimizer: bool 
     sizes = _mesh(model)
     engine = resolve_engine(args, state, sizes.strategy)
     if optimizer is not None or own_optimizer:
-        optim = _name_optim(optimizer)
+        # AdamW8bit -> adamw_8bit, where the compatibility table has that optimizer
+        name = re.sub(r"(?<=[a-z])(?=\d)", "_", type(optimizer).__name__.lower()).replace("paged", "paged_")
+        optim = name if name in BITSANDBYTES | {"adafactor"} else "adamw_torch"
     else:
         optim = str(getattr(args.optim, "value", args.optim))
+    # transformers 4.57 keeps it in the environment alone.
+    precision = getattr(args, "mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return Setup(
         **engine.setup(),
         **_device(args),
         **_model_setup(model),
         optim=optim,
-        precision={"no": "fp32"}.get(precision := _mixed_precision(args), precision),
+        precision="fp32" if precision == "no" else precision,
         activation_checkpointing=checkpoints_activations(args),
         auto_find_batch_size=bool(args.auto_find_batch_size),
         accumulates=args.gradient_accumulation_steps > 1,
         compile_mode=compile_mode(lambda name: getattr(args, name, None)),
         replicated=sizes.dp_replicate_size > 1,
     )
-
-
-def _mixed_precision(args) -> str:
-    """transformers 4.57 keeps it in the environment alone."""
-    return getattr(args, "mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def check_start(args, state=None) -> None:
@@ -82,15 +85,6 @@ def check_start(args, state=None) -> None:
     """
     if reason := cannot_start(resolve_engine(args, state)):
         raise InputError(reason)
-
-
-def _accelerator_state():
-    """The state of an Accelerator that the script made before TrainingArguments; None without one."""
-    from accelerate.state import AcceleratorState
-
-    # AcceleratorState() raises where there is none yet, and accelerate 1.15 has no public way to ask.
-
-    return AcceleratorState() if AcceleratorState._shared_state else None
 
 
 def _mesh(model) -> Mesh:
@@ -123,9 +117,3 @@ def _model_setup(model) -> dict[str, Any]:
         "dtype": str(trained).removeprefix("torch."),
         "quant_storage": quant_storage(getattr(getattr(model, "config", None), "quantization_config", None)),
     }
-
-
-def _name_optim(optimizer) -> str:
-    """An optimizer's `optim` name, for optimizers in the compatibility table: AdamW8bit -> adamw_8bit."""
-    name = re.sub(r"(?<=[a-z])(?=\d)", "_", type(optimizer).__name__.lower()).replace("paged", "paged_")
-    return name if name in BITSANDBYTES | {"adafactor"} else "adamw_torch"

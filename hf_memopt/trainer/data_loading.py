@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
@@ -17,8 +18,11 @@ from hf_memopt.levers.refusals import WHOLE_SAMPLES
 from hf_memopt.levers.sliding_window import has_window
 from hf_memopt.levers.token_budget import TokenBudgetBatches
 
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
-def sequence_parallel_collator(trainer):
+
+def sequence_parallel_collator(trainer: "MemoryTrainer"):
     """The trainer's collator with the position_ids that Ulysses needs in every batch.
 
     Raises:
@@ -35,7 +39,7 @@ def sequence_parallel_collator(trainer):
     return with_positions(trainer.data_collator, trainer.get_sp_size())
 
 
-def loader_by_tokens(trainer):
+def loader_by_tokens(trainer: "MemoryTrainer"):
     """A data loader whose batches stay within max_tokens_per_batch or the trainer's `packing`, prepared by accelerate.
 
     Trainer._get_dataloader (transformers 5.23) knows batches of a fixed size only; the arguments below are those that

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from transformers import TrainerCallback
 
@@ -18,6 +18,9 @@ from hf_memopt.oom.events import describe_event
 from hf_memopt.trainer.distributed import Peers
 from hf_memopt.trainer.oom_report import describe_failure
 from hf_memopt.trainer.step.recoverability import changes_weights_in_backward, holds_whole_model
+
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class Updates(TrainerCallback):
     In between, weights, optimizer states and step number are inconsistent, and another thread must not save them.
     """
 
-    def __init__(self, trainer) -> None:
+    def __init__(self, trainer: "MemoryTrainer") -> None:
         self._trainer = trainer
         self._lock: threading.Lock | None = None  # only while training: Ray Tune pickles trainers
 
@@ -91,7 +94,7 @@ class Updates(TrainerCallback):
 class Ending:
     """Ends a trainer's run so that another can resume from the last good step."""
 
-    def __init__(self, trainer, peers: Peers) -> None:
+    def __init__(self, trainer: "MemoryTrainer", peers: Peers) -> None:
         self._trainer = trainer
         self._peers = peers
         self.updates = Updates(trainer)

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -12,6 +13,9 @@ from hf_memopt.oom.classify import Diagnosis, diagnose, free_memory
 from hf_memopt.trainer.step.loss_rule import LossRule, find_rule
 from hf_memopt.trainer.step.recoverability import holds_whole_model, why_not_evaluated_in_chunks
 from hf_memopt.trainer.step.step_state import StepState
+
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
 
 class ArgmaxLogits:
@@ -215,7 +219,7 @@ def join(parts: list, counts: list[int]):
 class _ReducedLogits:
     """A context in which a language model's logits are reduced to their argmax before they are kept for metrics."""
 
-    def __init__(self, trainer) -> None:
+    def __init__(self, trainer: "MemoryTrainer") -> None:
         self.trainer = trainer
         self.applies = (
             trainer.memory_args.reduce_eval_logits

@@ -41,11 +41,18 @@ class GenerationRecovery:
                 if diagnosis.kind is OomKind.NOT_MEMORY:
                     raise
                 traceback.clear_frames(error.__traceback__)  # the frames hold the cache
-            self._checkpoint_activations_again()
+            # TRL switches activation checkpointing off while it generates, and on again only after a success
+            # (trl 1.16, unwrap_model_for_generation).
+            model = self.accelerator.unwrap_model(self.model)
+            if checkpoints_activations(self.args) and not getattr(model, IS_CHECKPOINTING):
+                getattr(model, ENABLE_CHECKPOINTING)(getattr(self.args, CHECKPOINTING_KWARGS))
             # Outside of `except`: while the exception is handled, it keeps its traceback and so the cache alive.
             free_memory()
             self._halve_generation(diagnosis, size)
-        return _join(groups)
+        if isinstance(groups[0], list):  # RLOO's
+            return list(chain.from_iterable(groups))
+        # GRPO's, with None, since only vLLM returns log-probabilities
+        return list(chain.from_iterable(completions for completions, _ in groups)), None
 
     def _splits_generation(self, images, multimodal_fields) -> bool:
         """True if prompts may be completed in groups: each process by itself, by transformers' generate(), in
@@ -54,13 +61,6 @@ class GenerationRecovery:
         engines = (self.use_vllm, getattr(self, "use_transformers_continuous_batching", False), *own)
         alone = holds_whole_model(self) and images is None and not multimodal_fields
         return self.memory_args.oom_recovery and alone and not any(engines)
-
-    def _checkpoint_activations_again(self) -> None:
-        """TRL switches activation checkpointing off while it generates, and on again only after a success (trl 1.16,
-        unwrap_model_for_generation)."""
-        model = self.accelerator.unwrap_model(self.model)
-        if checkpoints_activations(self.args) and not getattr(model, IS_CHECKPOINTING):
-            getattr(model, ENABLE_CHECKPOINTING)(getattr(self.args, CHECKPOINTING_KWARGS))
 
     def _halve_generation(self, diagnosis: Diagnosis, size: int) -> None:
         if size == 1 or not diagnosis.helps_on(self.args.device):
@@ -75,10 +75,3 @@ class GenerationRecovery:
             micro_batch_before=size,
             micro_batch_after=size // 2,
         )
-
-
-def _join(groups: list):
-    """The completions of all groups: RLOO's list, or GRPO's with None, since only vLLM returns log-probabilities."""
-    if isinstance(groups[0], list):
-        return list(chain.from_iterable(groups))
-    return list(chain.from_iterable(completions for completions, _ in groups)), None

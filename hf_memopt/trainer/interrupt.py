@@ -8,10 +8,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from transformers import ProgressCallback, TrainerCallback
 
 from hf_memopt.errors import Terminated, one_line
+
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
 # Only default handlers are replaced. The user's own, that of enable_jit_checkpoint (with which transformers saves a
 # checkpoint at SIGTERM itself) and ignored signals of background jobs stay.
@@ -48,7 +52,7 @@ class TrainingTerminated(_Stopped, Terminated):
 
 
 @contextlib.contextmanager
-def interruptible(trainer) -> Iterator["_StopAtStepEnd"]:
+def interruptible(trainer: "MemoryTrainer") -> Iterator["_StopAtStepEnd"]:
     """A context in which Ctrl-C and SIGTERM stop training at the end of a step.
 
     Handlers are installed only in the main thread (Python allows no other), and restored at the end.
@@ -71,7 +75,9 @@ def interruptible(trainer) -> Iterator["_StopAtStepEnd"]:
         stop.save_last_step()
         raise stop.ending(f"{type(error).__name__}: {one_line(error)}"[:200]) from error
     except (TrainingInterrupted, TrainingTerminated):
-        _close_training_bar(trainer)
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+                callback.training_bar.close()  # so that the next output starts on a new line
         if stop.agreed and not trainer._peers.alone:
             trainer._peers.smallest(None)  # a barrier: the first process may host the store that the others still read
         raise
@@ -100,7 +106,7 @@ class _StopAtStepEnd(TrainerCallback):
         agreed: all processes stop after the last finished step.
     """
 
-    def __init__(self, trainer) -> None:
+    def __init__(self, trainer: "MemoryTrainer") -> None:
         self.trainer = trainer
         self.signal: int | None = None
         self.agreed = False
@@ -113,7 +119,10 @@ class _StopAtStepEnd(TrainerCallback):
             _handle_in_fork(number)
         elif self.signal is None:
             self.signal = number
-            self._announce()
+            if self.trainer.args.process_index == 0:
+                again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
+                line = f"\nstopping at the end of step {self.trainer.state.global_step + 1}{again}\n"
+                os.write(2, line.encode())  # print() is not reentrant, and the handler may have interrupted one
         # Schedulers send SIGTERM more than once, to a launcher and to its processes; people press Ctrl-C twice, which
         # torchrun passes on as SIGINT and then SIGTERM.
         elif signal.SIGINT in (number, self.signal):
@@ -181,12 +190,6 @@ class _StopAtStepEnd(TrainerCallback):
         self.trainer.callback_handler.on_train_end(self.trainer.args, self.trainer.state, control)
         raise self.ending()
 
-    def _announce(self) -> None:
-        if self.trainer.args.process_index == 0:
-            again = "; Ctrl-C again stops at once" if self.signal == signal.SIGINT else ""
-            line = f"\nstopping at the end of step {self.trainer.state.global_step + 1}{again}\n"
-            os.write(2, line.encode())  # print() is not reentrant, and the handler may have interrupted one
-
 
 def _handle_in_fork(number: int) -> None:
     """Handle a signal in a forked process, which inherits the handler.
@@ -197,10 +200,3 @@ def _handle_in_fork(number: int) -> None:
     if number != signal.SIGINT:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-
-def _close_training_bar(trainer) -> None:
-    """Close the progress bar, so that the next output starts on a new line."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
-            callback.training_bar.close()

@@ -4,12 +4,16 @@ Newer versions have _prepare_for_training, _clip_grad_norm, _init_training_state
 has its own of them. Can go together with the support of these versions.
 """
 
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from transformers import TrainerCallback
 
 from hf_memopt.errors import InputError
 from hf_memopt.stack.versions import has
+
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
 
 class OlderLoop:
@@ -39,7 +43,7 @@ class OlderLoop:
 class _Begins(TrainerCallback):
     """The moment before the first step: optimizer and loaders are made, and a checkpoint is loaded."""
 
-    def __init__(self, trainer, checkpoint) -> None:
+    def __init__(self, trainer: "MemoryTrainer", checkpoint) -> None:
         self.trainer = trainer
         self.checkpoint = checkpoint
 

@@ -1,7 +1,10 @@
 """oom_report.json: what failed, what memory held, and which changes would have saved most."""
 
+import copy
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.levers import changes
@@ -15,10 +18,13 @@ from hf_memopt.trainer.combination import describe_setup
 from hf_memopt.trainer.step.optimizer_guard import torch_optimizer
 from hf_memopt.trainer.step.split import tensor_shapes
 
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
+
 logger = logging.getLogger(__name__)
 
 
-def describe_failure(trainer, stage: str, diagnosis: Diagnosis, micro, why: str) -> dict[str, Any]:
+def describe_failure(trainer: "MemoryTrainer", stage: str, diagnosis: Diagnosis, micro, why: str) -> dict[str, Any]:
     """The content of oom_report.json, without secrets.
 
     Args:
@@ -57,9 +63,8 @@ def describe_failure(trainer, stage: str, diagnosis: Diagnosis, micro, why: str)
     return redact(report)
 
 
-def count_held_bytes(trainer) -> dict[str, int]:
+def count_held_bytes(trainer: "MemoryTrainer") -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer states that this process holds now."""
-    import torch
 
     def size(tensors) -> int:
         return sum(part.numel() * part.element_size() for part in tensors if isinstance(part, torch.Tensor))
@@ -74,7 +79,7 @@ def count_held_bytes(trainer) -> dict[str, int]:
     }
 
 
-def predict_one_sample(trainer) -> tuple[dict[str, int] | None, list[dict[str, Any]]]:
+def predict_one_sample(trainer: "MemoryTrainer") -> tuple[dict[str, int] | None, list[dict[str, Any]]]:
     """The predicted peak of a micro-batch of one sample, and up to three changes that would save most.
 
     Returns:
@@ -92,9 +97,7 @@ def predict_one_sample(trainer) -> tuple[dict[str, int] | None, list[dict[str, A
     return breakdown, proposed or unpredicted
 
 
-def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    import copy
-
+def _predicted(trainer: "MemoryTrainer") -> tuple[dict[str, int], list[dict[str, Any]]]:
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.job import describe
     from hf_memopt.estimator.suggestions import largest_savings
@@ -126,7 +129,7 @@ def _predicted(trainer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     return estimate.breakdown, [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
 
 
-def _usual_changes(trainer) -> list[str]:
+def _usual_changes(trainer: "MemoryTrainer") -> list[str]:
     """Changes that help most jobs that fail with a single sample, and work with this one's device and engine."""
     setup = describe_setup(trainer.model, trainer.args)
     job = Facts(

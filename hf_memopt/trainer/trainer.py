@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import Trainer
@@ -14,11 +14,12 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.training_fields import read_trainer_fields
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.levers.compile_memory_budget import memory_budget
 from hf_memopt.levers.facts import Facts
 from hf_memopt.levers.refusals import check_with_trl
 from hf_memopt.levers.weight_streaming import streamer_of
 from hf_memopt.monitor.callback import MemoryCallback, append
-from hf_memopt.monitor.readers import Reader
+from hf_memopt.monitor.readers import Reader, process_limited
 from hf_memopt.monitor.snapshot_callback import SnapshotCallback
 from hf_memopt.oom.classify import diagnose
 from hf_memopt.oom.events import describe_event
@@ -35,13 +36,12 @@ from hf_memopt.trainer.evaluation import EvalRecovery
 from hf_memopt.trainer.generation import GenerationRecovery
 from hf_memopt.trainer.interrupt import interruptible
 from hf_memopt.trainer.older_loop import OlderLoop
-from hf_memopt.trainer.process import settings_of_run
 from hf_memopt.trainer.step.batch_limit import BatchLimit, Pressure
+from hf_memopt.trainer.step.optimizer_guard import UpdateRecovery
 from hf_memopt.trainer.step.probe import try_worst_batch
 from hf_memopt.trainer.step.process_metrics import ProcessMetrics
 from hf_memopt.trainer.step.recoverability import assess_recoverability
 from hf_memopt.trainer.step.runner import StepRunner
-from hf_memopt.trainer.step.update_recovery import UpdateRecovery
 from hf_memopt.trainer.step.window import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,8 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         self._compose()
         if self._recoverability.reason and self.memory_args.oom_recovery:
             logger.warning("micro-batches run whole: %s", self._recoverability.reason)
-        self._callback = self._memory_callback()
+        own = next((each for each in self.callback_handler.callbacks if isinstance(each, MemoryCallback)), None)
+        self._callback = own or MemoryCallback(self.memory_args).attach(self)  # which runs before all others
         if self.memory_args.snapshot_steps or self.memory_args.snapshot_on_oom:
             self.add_callback(SnapshotCallback(self.memory_args.snapshot_steps, self.memory_args.snapshot_on_oom))
 
@@ -208,11 +209,6 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         self._train_batch_size = args.train_batch_size
         return BatchLimit(memory.adjustment_frequency, memory.min_batch_size, first)
 
-    def _memory_callback(self) -> MemoryCallback:
-        """The user's MemoryCallback, or one that runs before all other callbacks."""
-        callbacks = (callback for callback in self.callback_handler.callbacks if isinstance(callback, MemoryCallback))
-        return next(callbacks, None) or MemoryCallback(self.memory_args).attach(self)
-
     def show_predicted_peak(self, peak_bytes: int) -> None:
         """Log the allocated peak that an estimate predicts beside the measured one, for the trackers of report_to.
 
@@ -232,7 +228,7 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         try:
             with (
                 own,
-                settings_of_run(self),
+                _settings_of_run(self),
                 interruptible(self) as stop,
                 self._peers.watching(self._ending.save_for_peer),
             ):
@@ -264,7 +260,8 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         self._pressure.after_window(self._runner.window)
         self._runner.begin_window()
         self._metrics_of_process.begin_step()
-        self._agree_on_limit()
+        if self.args.world_size > 1 and self._runner.recovers:
+            self.limit.adopt(self._peers.smallest(self.limit.elements))  # of all processes
         try:
             return super().get_batch_samples(self._callback.data_wait.timed(epoch_iterator), *args, **kwargs)
         except Exception as error:
@@ -289,23 +286,17 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         return model, loader
 
     def _training_begins(self, model, loader) -> None:
-        self._updates.guard_optimizer()
-        if self.args.world_size > 1 and self._runner.recovers:
-            # Of the DDP model, not of the one within: a user's own hook that fails there would come before ours.
-            model.register_forward_pre_hook(self._runner.note_forward)
-        if self._probes_worst_batch():
-            samples = try_worst_batch(self, model, loader)
-            if samples is not None and self.when_probed is not None:
-                self.when_probed(samples)
-
-    def _probes_worst_batch(self) -> bool:
-        """True if the largest batch is to be tried first.
+        """Guard the optimizer, and try the largest batch where probe_worst_batch is set.
 
         Raises:
             InputError: the loss is a user's own, which the trial would call once more than training does.
         """
+        self._updates.guard_optimizer()
+        if self.args.world_size > 1 and self._runner.recovers:
+            # Of the DDP model, not of the one within: a user's own hook that fails there would come before ours.
+            model.register_forward_pre_hook(self._runner.note_forward)
         if not self.memory_args.probe_worst_batch:
-            return False
+            return
         if self._runner.own_loss:
             raise InputError(
                 "probe_worst_batch=True runs the loss once more than training does, which a loss of your own may not "
@@ -313,12 +304,10 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
             )
         if not self._runner.recovers:
             logger.warning("probe_worst_batch: no batch is tried (%s)", self._recoverability.reason)
-        return self._runner.recovers
-
-    def _agree_on_limit(self) -> None:
-        """Adopt the smallest limit of all processes before a window runs."""
-        if self.args.world_size > 1 and self._runner.recovers:
-            self.limit.adopt(self._peers.smallest(self.limit.elements))
+            return
+        samples = try_worst_batch(self, model, loader)
+        if samples is not None and self.when_probed is not None:
+            self.when_probed(samples)
 
     # ---- called by the helpers
 
@@ -345,3 +334,25 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
 
 class MemoryTrainer(MemoryTrainerMixin, Trainer):
     """transformers.Trainer with MemoryTrainerMixin."""
+
+
+@contextlib.contextmanager
+def _settings_of_run(trainer: "MemoryTrainer") -> Iterator[None]:
+    """A context with the allocator's limit and the compiler's memory budget of a trainer's MemoryArguments.
+
+    On exit it also stops snapshots, since on_train_end is not called after an error.
+    """
+    memory, device = trainer.memory_args, trainer.args.device
+    budget = memory.compile_memory_budget if trainer.args.torch_compile else None
+    try:
+        with process_limited(device, memory.max_memory_gib) as limited, memory_budget(budget):
+            if memory.max_memory_gib is not None and not limited:
+                logger.warning(
+                    "max_memory_gib=%s: the CPU allocator has no limit; only the thresholds follow it",
+                    memory.max_memory_gib,
+                )
+            yield
+    finally:
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, SnapshotCallback):
+                callback.stop()

@@ -13,10 +13,10 @@ from typing import Any
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.files import check_links, write_whole
-from hf_memopt.trainer.checkpoints.sharded_states import STATES_FOLDER
 
 logger = logging.getLogger(__name__)
 MANIFEST = "memory_manifest.json"
+STATES_FOLDER = "optimizer"  # in a checkpoint of a model that from_pretrained sharded (sharded_states.py)
 _STATE = "trainer_state.json"
 # Bytes hashed per file: all of most files, and the header of large safetensors. Hashing all of a large model would
 # double the time of a save.
@@ -182,10 +182,7 @@ def manifest_fault(checkpoint: Path) -> str | None:
         return f"{MANIFEST} cannot be read"
     if is_stale(checkpoint):
         return None
-    return next(
-        (fault for name, entry in files.items() if (fault := _manifest_entry_fault(checkpoint / name, name, entry))),
-        "",
-    )
+    return next(filter(None, (_changed(checkpoint / name, name, entry) for name, entry in files.items())), "")
 
 
 def is_stale(checkpoint: Path) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import torch
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -99,8 +100,6 @@ class SafeLoad:
 
     def _load_states(self, checkpoint) -> Diagnosis | None:
         """The out-of-memory failure that was recovered from, if there was one."""
-        import torch
-
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
             return None

@@ -126,13 +126,11 @@ class SafeResume:
         return position
 
     def _keep_own_intervals(self, checkpoint, max_steps: int) -> None:
-        before = {name: getattr(self.state, name) for name in _INTERVALS}
-        self.state.compute_steps(self.args, max_steps)
-        if self.args.process_index == 0:
-            self._announce_resume(checkpoint, before)
-
-    def _announce_resume(self, checkpoint, before: dict[str, int]) -> None:
         state = self.state
+        before = {name: getattr(state, name) for name in _INTERVALS}
+        state.compute_steps(self.args, max_steps)
+        if self.args.process_index != 0:
+            return
         logger.warning("resuming from %s (step %d of %d)", checkpoint, state.global_step, state.max_steps)
         changed = [
             f"{name}={getattr(state, name)} (before: {steps})"

@@ -15,6 +15,8 @@ from enum import Enum, EnumType
 from types import SimpleNamespace
 from unittest import mock
 
+import torch
+
 from hf_memopt.errors import InputError
 
 # Classes in DeepSpeed 0.19.8's checkpoints, apart from tensors and containers. One that is missing here makes its
@@ -48,8 +50,7 @@ def without_code(checkpoint: str) -> Iterator[None]:
     Raises:
         InputError: a file refers to anything else, which could run code.
     """
-    import torch
-    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint import filesystem  # which some builds of torch lack
 
     load, refused = torch.load, []
 
@@ -95,8 +96,6 @@ def _read_metadata(file, refused: list[str]):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
-        import torch
-
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if (module, name) in _METADATA_NAMES:

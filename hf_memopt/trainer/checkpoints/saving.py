@@ -39,26 +39,12 @@ class SafeCheckpoints:
 
         Where memory runs out, it is written again in small shards; where that fails too, it is skipped and training
         continues.
-        """
-        if self._probes_saving:
-            return self._probe_saving(model, trial)
-        return self._save_atomically(model, trial)
-
-    def _maybe_log_save_evaluate(self, *args, **kwargs):
-        self._probes_saving, self._save_due = self._save_due, False
-        if self._probes_saving:
-            self.control.should_save = True
-        try:
-            return super()._maybe_log_save_evaluate(*args, **kwargs)
-        finally:
-            self._probes_saving = False
-
-    def _probe_saving(self, model, trial) -> None:
-        """Save after the first step (probe_save), so that a checkpoint that cannot be written fails at once.
 
         Raises:
-            InputError: it cannot be written.
+            InputError: it is the one after the first step (probe_save), and cannot be written.
         """
+        if not self._probes_saving:
+            return self._save_atomically(model, trial)
         events = len(self.memory_events)
         try:
             self._save_atomically(model, trial)
@@ -70,17 +56,34 @@ class SafeCheckpoints:
                 "memory argument"
             )
 
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        self._probes_saving, self._save_due = self._save_due, False
+        if self._probes_saving:
+            self.control.should_save = True
+        try:
+            return super()._maybe_log_save_evaluate(*args, **kwargs)
+        finally:
+            self._probes_saving = False
+
     def _save_atomically(self, model, trial) -> None:
         if self.args.push_to_hub:  # a thread of the Trainer uploads the folder while training continues
-            self._delete_notes(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
+            place = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            # An older run's checkpoint is overwritten file by file, and its manifest would call that damage.
+            for name in (MANIFEST, STATE_FILE) if self.args.should_save else ():
+                (place / name).unlink(missing_ok=True)
             super()._save_checkpoint(model, trial)
-            self._newest = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            self._newest = place
             return
         if self.is_in_train:
             self._runner.remember_state()  # the step is finished: the next one starts from this state
+        unfinished = str(self._unfinished(trial))
         for attempt in ("whole", "in small shards"):
             try:
-                with self._aside(trial), _small_shards(self.model) if attempt != "whole" else contextlib.nullcontext():
+                # _save_checkpoint asks this private method for the folder (transformers 5.23) and offers no other way
+                # to choose it. If it is renamed, checkpoints are written in place, and an interrupted save leaves a
+                # damaged one.
+                aside = mock.patch.object(self, "_get_output_dir", lambda *_, **__: unfinished)
+                with aside, _small_shards(self.model) if attempt != "whole" else contextlib.nullcontext():
                     super()._save_checkpoint(model, trial)
                 return self._move_to_its_place(trial)
             except Exception as error:
@@ -97,13 +100,6 @@ class SafeCheckpoints:
             remedy = "checkpoint left out" if attempt != "whole" else "written again in small shards"
             self._event("oom_recovered", stage="save", message=diagnosis.message, remedy=remedy)
 
-    def _delete_notes(self, place: Path) -> None:
-        """Delete our files in an older run's checkpoint of this step: it is overwritten file by file, and its manifest
-        would call that damage."""
-        if self.args.should_save:
-            for name in (MANIFEST, STATE_FILE):
-                (place / name).unlink(missing_ok=True)
-
     def _check_disk(self, error: Exception, trial) -> None:
         """Delete the unfinished checkpoint and raise where it could not be written to the disk.
 
@@ -119,15 +115,6 @@ class SafeCheckpoints:
             f"no checkpoint can be written to {self.args.output_dir}: {reason}. Make room or set save_total_limit, "
             f"and the same command {resumes}"
         ) from error
-
-    @contextlib.contextmanager
-    def _aside(self, trial):
-        """A context in which the Trainer saves into `.unfinished`."""
-        aside = self._unfinished(trial)
-        # _save_checkpoint asks this private method for the folder (transformers 5.23) and offers no other way to
-        # choose it. If it is renamed, checkpoints are written in place, and an interrupted save leaves a damaged one.
-        with mock.patch.object(self, "_get_output_dir", lambda *_, **__: str(aside)):
-            yield
 
     def _unfinished(self, trial) -> Path:
         return Path(self._get_output_dir(trial)) / UNFINISHED
@@ -152,7 +139,10 @@ class SafeCheckpoints:
         self.accelerator.wait_for_everyone()
         run = Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
-        self._name_best(run)
+        best = self.state.best_global_step
+        if best and ((run / f"checkpoint-{best}").is_dir() or best == self.state.global_step):
+            # The Trainer looked for it in `.unfinished`.
+            self.state.best_model_checkpoint = str(run / f"checkpoint-{best}")
         # A node with its own disk holds only what its processes wrote: shards and random states, no
         # trainer_state.json. It checks before the first process renames its folder, which a network disk may go on
         # showing for a while.
@@ -170,27 +160,18 @@ class SafeCheckpoints:
         self._newest = run / name
         self.accelerator.wait_for_everyone()
 
-    def _name_best(self, run: Path) -> None:
-        """Name the best checkpoint by its final folder: the Trainer looked for it in `.unfinished`."""
-        best = self.state.best_global_step
-        if best and ((run / f"checkpoint-{best}").is_dir() or best == self.state.global_step):
-            self.state.best_model_checkpoint = str(run / f"checkpoint-{best}")
-
     def _finish(self, written: Path, place: Path) -> None:
         """Add state and manifest to a written checkpoint and rename it."""
         self.state.save_to_json(str(written / "trainer_state.json"))
-        write_whole(written / STATE_FILE, json.dumps(self._memory_state(), indent=2) + "\n")
-        write_manifest(written)
-        _replace(written, place)
-
-    def _memory_state(self) -> dict:
-        args = self.args
-        return {
+        state = {
             "effective_batch_size": self._effective_batch_size(),
-            "world_size": args.world_size,
-            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "world_size": self.args.world_size,
+            "per_device_train_batch_size": self.args.per_device_train_batch_size,
             "piece_elements": self.limit.elements,
         }
+        write_whole(written / STATE_FILE, json.dumps(state, indent=2) + "\n")
+        write_manifest(written)
+        _replace(written, place)
 
     def _effective_batch_size(self) -> int:
         return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.batches
@@ -268,15 +249,10 @@ def _small_shards(model):
 
 def _replace(written: Path, place: Path) -> None:
     """Rename a complete folder to its final name, replacing an older checkpoint."""
-    _sync(written)
+    for file in written.rglob("*"):
+        if file.is_file():
+            with open(file, "rb+") as opened:  # Windows flushes only what is open for writing
+                os.fsync(opened.fileno())  # else a power cut can leave the renamed folder with empty files
     shutil.rmtree(place, ignore_errors=True)
     os.rename(written, place)
     shutil.rmtree(written.parent, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Flush a folder's files to disk. Otherwise a power cut can leave the renamed folder with empty files."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with open(file, "rb+") as opened:  # Windows flushes only what is open for writing
-                os.fsync(opened.fileno())

@@ -7,11 +7,18 @@ distributed checkpoints, which every process loads its own shards of. Can go whe
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
+import torch
+from safetensors.torch import load_file
+
+from hf_memopt.trainer.checkpoints.intact import STATES_FOLDER
 from hf_memopt.trainer.step.optimizer_guard import torch_optimizer
 
-STATES_FOLDER = "optimizer"  # in a checkpoint
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
+
 _SCHEDULER = "scheduler.pt"
 
 
@@ -30,19 +37,17 @@ def states_saved_here(model=None, args=None, *_, **__) -> Iterator[None]:
         yield
 
 
-def save_states(trainer, folder: str | Path) -> None:
+def save_states(trainer: "MemoryTrainer", folder: str | Path) -> None:
     """Write the states of optimizer and scheduler. Called by every process."""
-    import torch
-    import torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint as dcp  # here and below: some builds of torch lack it
 
     dcp.save(_states(trainer), checkpoint_id=Path(folder) / STATES_FOLDER)
     if trainer.args.should_save:
         torch.save(trainer.lr_scheduler.state_dict(), Path(folder) / _SCHEDULER)
 
 
-def load_states(trainer, folder: str | Path) -> None:
+def load_states(trainer: "MemoryTrainer", folder: str | Path) -> None:
     """Load what save_states() wrote, if anything. Called by every process."""
-    import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
@@ -56,8 +61,6 @@ def load_states(trainer, folder: str | Path) -> None:
 
 def load_weights(model, folder: str | Path) -> None:
     """Load a checkpoint's unsharded weights into a sharded model. Called by every process."""
-    import torch
-    from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     weights: dict[str, torch.Tensor] = {}  # broadcast from the first process
@@ -68,7 +71,7 @@ def load_weights(model, folder: str | Path) -> None:
     set_model_state_dict(model, weights, options=options)
 
 
-def _states(trainer) -> dict:
+def _states(trainer: "MemoryTrainer") -> dict:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     return get_optimizer_state_dict(trainer.model, torch_optimizer(trainer))

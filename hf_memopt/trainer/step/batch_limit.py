@@ -1,9 +1,13 @@
 """How much of a micro-batch runs at once: halved when memory is short, doubled again after quiet steps."""
 
 from math import ceil, prod
+from typing import TYPE_CHECKING
 
 from hf_memopt.oom.classify import free_memory
 from hf_memopt.trainer.step.split import count_tokens
+
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
 _MIN_SAVING = 0.02  # of the capacity: activations must be at least this much for smaller chunks to help
 
@@ -83,7 +87,7 @@ class Pressure:
         reader: reads the device's memory.
     """
 
-    def __init__(self, trainer, reader) -> None:
+    def __init__(self, trainer: "MemoryTrainer", reader) -> None:
         self.reader = reader
         self._trainer = trainer
         self._near_peak = 0  # bytes allocated between forward and backward, at most in this window

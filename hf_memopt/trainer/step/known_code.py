@@ -7,8 +7,12 @@ so it has to be declared (`loss_reduction`), and what no declaration can cover n
 import functools
 import inspect
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
 PACKAGES = {
     *("transformers", "peft", "trl", "torch", "accelerate", "hf_memopt"),
@@ -49,17 +53,16 @@ def is_known(thing) -> bool:
     return module.split(".")[0] in PACKAGES
 
 
-def overridden_step(trainer) -> str:
+def overridden_step(trainer: "MemoryTrainer") -> str:
     """The part of the trainer's step, apart from its loss, that is a user's own; "" where none is."""
-    name = next(
-        (name for name in _overridden(trainer) if name not in _LOSS and not _is_part_of_loss(trainer, name)), ""
-    )
-    if name:
-        return f"{type(trainer).__name__} has its own {name}"
-    return _own_backward(trainer)
+    from transformers import Trainer
+
+    # What transformers' Trainer has none of are the methods that TRL's compute_loss is made of.
+    name = next((name for name in _overridden(trainer) if name not in _LOSS and hasattr(Trainer, name)), "")
+    return f"{type(trainer).__name__} has its own {name}" if name else _own_backward(trainer)
 
 
-def overridden_loss(trainer) -> str:
+def overridden_loss(trainer: "MemoryTrainer") -> str:
     """The part of the loss that is a user's own: of the trainer, of the model, or a hook; "" where none is."""
     own = next(_overridden(trainer), "")
     if own:
@@ -70,14 +73,14 @@ def overridden_loss(trainer) -> str:
     return _own_model(trainer.model) if trainer.model is not None else ""
 
 
-def overridden_evaluation(trainer) -> str:
+def overridden_evaluation(trainer: "MemoryTrainer") -> str:
     """The method of an evaluation step that is a user's own; "" where none is."""
     own = (name for name in ("prediction_step", "evaluation_loop") if defined_by_user(type(trainer), name))
     name = next(own, "")
     return f"{type(trainer).__name__} has its own {name}" if name else ""
 
 
-def own_substep_callback(trainer) -> str:
+def own_substep_callback(trainer: "MemoryTrainer") -> str:
     """The user's callback that acts between the micro-batches of a step, which a restarted window would not repeat."""
     for callback in trainer.callback_handler.callbacks:
         if defined_by_user(type(callback), "on_substep_end"):
@@ -85,7 +88,7 @@ def own_substep_callback(trainer) -> str:
     return ""
 
 
-def _overridden(trainer) -> Iterator[str]:
+def _overridden(trainer: "MemoryTrainer") -> Iterator[str]:
     """Names of a known trainer's methods that a user's class, or the instance, replaces."""
     classes = type(trainer).__mro__
     for position, kind in enumerate(classes):
@@ -102,13 +105,6 @@ def _overridden(trainer) -> Iterator[str]:
         replaces = inspect.isroutine(getattr(type(trainer), name, None)) and name not in _OUTSIDE_STEPS
         if replaces and not is_known(value):
             yield name
-
-
-def _is_part_of_loss(trainer, name: str) -> bool:
-    """True for methods that TRL's compute_loss is made of: its trainers add them, transformers' Trainer has none."""
-    from transformers import Trainer
-
-    return not hasattr(Trainer, name)
 
 
 def defined_by_user(kind: type, name: str) -> bool:
@@ -135,7 +131,7 @@ def _own_model(model: torch.nn.Module) -> str:
     return "" if function is None or is_known(function) else "the model's loss_function is your own"
 
 
-def _own_backward(trainer) -> str:
+def _own_backward(trainer: "MemoryTrainer") -> str:
     """The user's own code that backward runs, which would see the gradients of chunks; "" where there is none."""
     if not is_known(trainer.accelerator.backward):
         return "accelerator.backward is your own"

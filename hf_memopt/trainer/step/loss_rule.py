@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator
 from enum import StrEnum
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import set_seed
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.levers.language_model import inner_model
@@ -24,6 +25,9 @@ from hf_memopt.oom.classify import OomKind, diagnose, free_memory
 from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.trainer.step.split import copy_batch
 from hf_memopt.trainer.step.step_state import StepState, fingerprint, numbers
+
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
 # Relative rounding error of a loss computed in batches of another size.
 _FINE = {torch.float32: 1e-5, torch.float64: 2e-6}  # fp64 models compute norms and softmax in fp32
@@ -38,7 +42,7 @@ class LossRule(StrEnum):
     UNSHIFTED = "a mean over unshifted labels"
     SAMPLES = "a mean over samples"
 
-    def weight(self, trainer, micro_batch: dict[str, Any], chunk: dict[str, Any]) -> float:
+    def weight(self, trainer: "MemoryTrainer", micro_batch: dict[str, Any], chunk: dict[str, Any]) -> float:
         """The weight of a chunk's loss in the loss of its micro-batch."""
         if self is LossRule.SUM:
             return 1.0
@@ -46,7 +50,7 @@ class LossRule(StrEnum):
         rule = self if self.count_items(trainer, micro_batch) else LossRule.SAMPLES  # every label is -100
         return rule.count_items(trainer, chunk) / rule.count_items(trainer, micro_batch)
 
-    def count_items(self, trainer, inputs: dict[str, Any]) -> int:
+    def count_items(self, trainer: "MemoryTrainer", inputs: dict[str, Any]) -> int:
         """The number of items that the mean is over."""
         if self is LossRule.SAMPLES:
             return trainer.count_samples(inputs)
@@ -72,7 +76,7 @@ _MEANS = {"loss", "loss_function", "CrossEntropyLoss", "BCEWithLogitsLoss", "MSE
 DECLARED = {"sample_mean": (LossRule.SAMPLES,), "token_mean": (LossRule.SUM, LossRule.LABELS, LossRule.UNSHIFTED)}
 
 
-def known_mean(trainer) -> LossRule | None:
+def known_mean(trainer: "MemoryTrainer") -> LossRule | None:
     """The mean of transformers' or TRL's own loss: what it is over; None where the loss is no such mean."""
     kind = trl_trainer(trainer)
     if kind is not None:
@@ -86,11 +90,11 @@ def known_mean(trainer) -> LossRule | None:
         return None
     shifts = not getattr(model.config, "is_encoder_decoder", False)
     if rule is LossRule.LABELS and trainer.label_smoother is not None:
-        shifts = name in _causal_models()  # as Trainer.compute_loss decides
+        shifts = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # as Trainer.compute_loss decides
     return LossRule.UNSHIFTED if rule is LossRule.LABELS and not shifts else rule
 
 
-def _takes_items(trainer) -> bool:
+def _takes_items(trainer: "MemoryTrainer") -> bool:
     """True if a known loss divides by num_items_in_batch: transformers' loss functions do, losses within forward()
     do not."""
     forward = type(inner_model(trainer.accelerator.unwrap_model(trainer.model))).forward
@@ -102,12 +106,6 @@ def _losses_named(forward) -> set[str]:
     names = inspect.unwrap(forward).__code__.co_names
     losses = (name for name in names if re.search("loss|^cross_entropy$", name, re.IGNORECASE))
     return {name for name in losses if not re.search("_coef(ficient)?$", name)}
-
-
-def _causal_models() -> set[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def _check_spans(inputs: dict[str, Any]) -> None:
@@ -123,7 +121,7 @@ def _check_spans(inputs: dict[str, Any]) -> None:
             raise InputError(f"{name} lie beyond the tokens, and are left out of the loss")
 
 
-def find_rule(trainer, inputs: dict[str, Any], num_items) -> LossRule:
+def find_rule(trainer: "MemoryTrainer", inputs: dict[str, Any], num_items) -> LossRule:
     """Determine the rule of a trainer's loss.
 
     Known losses are computed in eval mode, where nothing is random. A declared one is computed as in training, but
@@ -183,7 +181,7 @@ class _Measure:
         state: what every loss starts from.
     """
 
-    def __init__(self, trainer, inputs: dict[str, Any], num_items) -> None:
+    def __init__(self, trainer: "MemoryTrainer", inputs: dict[str, Any], num_items) -> None:
         self._trainer, self._inputs, self._num_items = trainer, inputs, num_items
         self._declared = trainer._runner.own_loss
         self._model = trainer.accelerator.unwrap_model(trainer.model)
@@ -308,7 +306,7 @@ class _NoDropout(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _as_in_training(trainer, state: StepState, own: bool) -> Iterator[None]:
+def _as_in_training(trainer: "MemoryTrainer", state: StepState, own: bool) -> Iterator[None]:
     """A context for computing losses, after which modes, random states, buffers and metrics are as before."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     modes = {module: module.training for module in model.modules()}

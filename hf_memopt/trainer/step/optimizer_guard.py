@@ -1,4 +1,4 @@
-"""Optimizer steps that run out of memory: repeated where that is exact, else reported as partly done.
+"""Gradient clipping and optimizer steps that run out of memory: repeated where that is exact, else partly done.
 
 An optimizer updates states and weights operator by operator. After an exception in the middle, neither continuing nor
 repeating the step gives the right weights. Two things can be repeated exactly:
@@ -13,12 +13,18 @@ it had not, so that no checkpoint holds half an update.
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.compatibility.rules import STEPS_IN_BACKWARD
-from hf_memopt.oom.classify import diagnose, free_memory
+from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, free_memory
+from hf_memopt.trainer.step.known_code import defined_by_user
+from hf_memopt.trainer.step.recoverability import changes_weights_in_backward, holds_whole_model
+from hf_memopt.trainer.step.runner import StepRunner
+
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
 # Run twice, they write the same values, however far the first run came.
 _IDEMPOTENT = frozenset({"aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::zero_", "aten::_foreach_zero_"})
@@ -50,7 +56,9 @@ class StepWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self._note_writes(func, args, kwargs)  # before it runs: one that fails may have begun
+        if not self.wrote:  # before it runs: one that fails may have begun
+            written = (args[at] if at < len(args) else kwargs.get(name) for at, name in _written(func))
+            self.wrote = any(_storage(tensor) not in self._made for tensor in _tensors(written))
         try:
             out = func(*args, **kwargs)
         except Exception as error:
@@ -65,11 +73,6 @@ class StepWatch(TorchDispatchMode):
         self.repeated.append(failure.message)
         self._note_made(func, out)
         return out
-
-    def _note_writes(self, func, args, kwargs) -> None:
-        if not self.wrote:
-            written = (args[at] if at < len(args) else kwargs.get(name) for at, name in _written(func))
-            self.wrote = any(_storage(tensor) not in self._made for tensor in _tensors(written))
 
     def _note_made(self, func, out) -> None:
         if not self.wrote and _makes(func):
@@ -178,33 +181,23 @@ def guard(
     return guarded
 
 
-def torch_optimizer(trainer):
+def torch_optimizer(trainer: "MemoryTrainer"):
     """The torch optimizer inside accelerate's wrapper; None before the Trainer has made one."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def sees_writes(optimizer) -> bool:
     """True if all writes of an optimizer's step go through torch's dispatcher, where StepWatch sees them."""
-    dispatched = type(optimizer).__module__.startswith(_DISPATCHED)
-    return dispatched and not any(map(_is_compiled, _wrapped_functions(optimizer.step)))
-
-
-def _wrapped_functions(function) -> Iterator[Callable]:
+    if not type(optimizer).__module__.startswith(_DISPATCHED):
+        return False
+    function = optimizer.step
     while function is not None:
-        yield function
+        # torch.compile sets the first attribute (torch 2.13); torch._dynamo.disable sets both.
+        marks = getattr(function, "__dict__", {})
+        if "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable"):
+            return False
         function = getattr(function, "__wrapped__", None)
-
-
-def _is_compiled(function) -> bool:
-    """True if torch.compile returned a function. It sets this attribute (torch 2.13), as does torch._dynamo.disable,
-    which sets a second one too."""
-    marks = getattr(function, "__dict__", {})
-    return "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable")
-
-
-def steps_in_backward(optim) -> bool:
-    """True if a TrainingArguments `optim` changes weights while backward runs, so that no step can be repeated."""
-    return getattr(optim, "value", optim) in STEPS_IN_BACKWARD
+    return True
 
 
 def use_less(optimizer) -> bool:
@@ -215,3 +208,79 @@ def use_less(optimizer) -> bool:
             group["foreach"] = False
             changed = True
     return changed
+
+
+class UpdateRecovery:
+    """Recovers what runs after the last backward of a window."""
+
+    def __init__(self, trainer: "MemoryTrainer", runner: StepRunner) -> None:
+        self._trainer = trainer
+        self._runner = runner
+
+    @property
+    def _repeats(self) -> bool:
+        """True if an update that has written nothing may run again: no code of the loss's is called."""
+        trainer = self._trainer
+        if not trainer.memory_args.oom_recovery or trainer.args.n_gpu > 1:
+            return False
+        return holds_whole_model(trainer) and not changes_weights_in_backward(trainer)
+
+    def clip(self, clip: Callable, model):
+        """Clip gradients, a second time after freeing memory if the first attempt changed no gradient.
+
+        `clip_grad_norm_` computes all norms before it scales the first gradient, so one `_version` tells whether
+        scaling has begun.
+
+        Raises:
+            TrainingOutOfMemory: the second attempt ran out of memory too.
+        """
+        if not self._repeats or defined_by_user(type(self._trainer), "_clip_grad_norm"):
+            return clip(model)
+        first = next((weight.grad for weight in model.parameters() if weight.grad is not None), None)
+        version = first is not None and first._version
+        try:
+            return clip(model)
+        except Exception as error:
+            diagnosis = diagnose(error)
+            if not diagnosis.smaller_batch_helps or first is None or first._version != version:
+                raise
+            traceback.clear_frames(error.__traceback__)
+        free_memory()
+        try:
+            norm = clip(model)
+        except Exception as error:
+            again = diagnose(error)
+            if again.kind is OomKind.NOT_MEMORY:
+                raise
+            traceback.clear_frames(error.__traceback__)
+        else:
+            self._trainer._event("oom_recovered", stage="clipping", message=diagnosis.message)
+            return norm
+        self._end_run("clipping", again, "clipping needs no micro-batch")
+
+    def guard_optimizer(self) -> None:
+        """Watch the optimizer's step, once the Trainer has made the optimizer."""
+        trainer = self._trainer
+        if not self._repeats or hasattr(trainer.optimizer.step, "unguarded"):
+            return
+        inner = torch_optimizer(trainer)
+
+        def survived(messages: list[str]) -> None:
+            trainer._event(
+                "oom_recovered",
+                stage="optimizer",
+                message=messages[0],
+                retried=len(messages),
+                one_weight_at_a_time=use_less(inner),
+            )
+
+        def failed(error: BaseException, wrote: bool) -> None:
+            diagnosis = diagnose(error)
+            if diagnosis.kind is not OomKind.NOT_MEMORY:
+                why = "its weights are between two steps" if wrote else "no smaller micro-batch helps an optimizer"
+                self._end_run("optimizer", diagnosis, why, intact=not wrote)
+
+        trainer.optimizer.step = guard(trainer.optimizer.step, inner, survived, failed)
+
+    def _end_run(self, stage: str, diagnosis: Diagnosis, why: str, intact: bool = True) -> None:
+        self._trainer._ending.end_run(stage, diagnosis, self._runner.window.started[-1], why, intact)

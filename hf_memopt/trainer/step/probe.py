@@ -3,6 +3,7 @@
 import itertools
 import logging
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,11 +15,14 @@ from hf_memopt.trainer.step.optimizer_guard import torch_optimizer
 from hf_memopt.trainer.step.split import tensor_shapes
 from hf_memopt.trainer.step.step_state import RandomState
 
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
+
 logger = logging.getLogger(__name__)
 _MOST_SEARCHED = 200_000  # samples or batches
 
 
-def try_worst_batch(trainer, model, loader) -> int | None:
+def try_worst_batch(trainer: "MemoryTrainer", model, loader) -> int | None:
     """Run the largest batch, in chunks if necessary, so that one that does not fit shows before the first step.
 
     Weights, buffers, optimizer, gradients and random states are restored bit for bit. Training starts with the chunk
@@ -75,7 +79,7 @@ def worst_batch(loader, epoch: int) -> list[int] | None:
     return sorted(range(len(lengths)), key=lambda index: -lengths[index])[:size]
 
 
-def _optimizer_step(trainer) -> None:
+def _optimizer_step(trainer: "MemoryTrainer") -> None:
     """Run an optimizer step with zero gradients and a learning rate of 0, so that its states are allocated."""
     optimizer = torch_optimizer(trainer)
     if optimizer.state:  # resumed from a checkpoint: they are allocated already
@@ -90,7 +94,7 @@ def _optimizer_step(trainer) -> None:
 
 
 @contextmanager
-def _restored(trainer, model):
+def _restored(trainer: "MemoryTrainer", model):
     """A context after which trainer and model are what they were before."""
     optimizer = torch_optimizer(trainer)
     random_state, fresh = RandomState.now(), not optimizer.state

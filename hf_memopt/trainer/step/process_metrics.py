@@ -7,9 +7,13 @@ micro-batch: a mean over processes of what each would have logged.
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from hf_memopt.presets.trl_configs import trl_trainer
+
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
 # Whose losses gather nothing else; KTO's compares with a mean over all processes.
 _TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
@@ -23,7 +27,7 @@ def gathers_metrics_alone(kind: type) -> bool:
 class ProcessMetrics:
     """Metrics of one process's samples, until the optimizer step is done."""
 
-    def __init__(self, trainer) -> None:
+    def __init__(self, trainer: "MemoryTrainer") -> None:
         kind = trl_trainer(trainer)
         self._trainer = trainer
         self._gathers = kind is not None and gathers_metrics_alone(kind) and trainer.args.world_size > 1

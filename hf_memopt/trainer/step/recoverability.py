@@ -6,16 +6,20 @@ known libraries has to be declared, or is refused.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from hf_memopt.compatibility.rules import STEPS_IN_BACKWARD
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.trainer.step.known_code import overridden_evaluation, overridden_loss, overridden_step
 from hf_memopt.trainer.step.loss_rule import known_mean
-from hf_memopt.trainer.step.optimizer_guard import steps_in_backward
 from hf_memopt.trainer.step.process_metrics import gathers_metrics_alone
 from hf_memopt.trainer.step.split import KtoLayout, PairLayout, RowLayout, UnpaddedLayout
+
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
 # Batch layouts of TRL 1.16's trainers. Its other trainers generate, or keep state between micro-batches.
 _TRL_LAYOUTS = {
@@ -26,6 +30,7 @@ _TRL_LAYOUTS = {
 }
 # TRL 1.16's DPO losses that sort the batch (aot) or average over its tokens (sft) instead of its pairs.
 _ACROSS_PAIRS = {"aot", "aot_unpaired", "sft"}
+_BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm  # of 1, 2 and 3 dimensions, and the synchronized one
 _DECLARE = 'if the loss is a mean over samples or tokens, set loss_reduction="sample_mean" or "token_mean"'
 
 
@@ -48,7 +53,7 @@ class Recoverability:
     own_loss: bool = False
 
 
-def assess_recoverability(trainer) -> Recoverability:
+def assess_recoverability(trainer: "MemoryTrainer") -> Recoverability:
     """Decide from a trainer's class, loss, model and engine."""
     kind = trl_trainer(trainer)
     layout = _TRL_LAYOUTS.get(kind.__name__, RowLayout)() if kind else RowLayout()
@@ -62,7 +67,7 @@ def assess_recoverability(trainer) -> Recoverability:
     return Recoverability(layout, own_loss=own_loss)
 
 
-def why_not_evaluated_in_chunks(trainer) -> str:
+def why_not_evaluated_in_chunks(trainer: "MemoryTrainer") -> str:
     """The reason that an evaluation batch does not run again, in chunks; "" where it does."""
     kind = trl_trainer(trainer)
     if trainer.args.world_size > 1:
@@ -74,12 +79,12 @@ def why_not_evaluated_in_chunks(trainer) -> str:
     return _why_no_step_repeats(trainer) or _own_loss(trainer)[1]
 
 
-def _why_no_step_repeats(trainer) -> str:
+def _why_no_step_repeats(trainer: "MemoryTrainer") -> str:
     own = overridden_step(trainer)
     return f"{own}, which cannot run again" if own else ""
 
 
-def _own_loss(trainer) -> tuple[bool, str]:
+def _own_loss(trainer: "MemoryTrainer") -> tuple[bool, str]:
     """True if a declaration decides about the loss, and what has to be declared; "" where nothing has."""
     if trainer.memory_args.loss_reduction is not None:
         return True, ""
@@ -89,7 +94,7 @@ def _own_loss(trainer) -> tuple[bool, str]:
     return bool(own), f"{own}: {_DECLARE}" if own else ""
 
 
-def holds_whole_model(trainer) -> bool:
+def holds_whole_model(trainer: "MemoryTrainer") -> bool:
     """True if each process holds the whole model."""
     from accelerate.utils import DistributedType
 
@@ -97,12 +102,13 @@ def holds_whole_model(trainer) -> bool:
     return not trainer.is_distributed_loading_by_transformers and trainer.accelerator.distributed_type in replicated
 
 
-def changes_weights_in_backward(trainer) -> bool:
+def changes_weights_in_backward(trainer: "MemoryTrainer") -> bool:
     """True if backward updates weights, so that a failure in it leaves some updated and some not."""
-    return trainer.memory_args.optimizer_in_backward or steps_in_backward(trainer.args.optim)
+    optim = getattr(trainer.args.optim, "value", trainer.args.optim)
+    return trainer.memory_args.optimizer_in_backward or optim in STEPS_IN_BACKWARD
 
 
-def _why_not_repeated(trainer, kind: type | None) -> str:
+def _why_not_repeated(trainer: "MemoryTrainer", kind: type | None) -> str:
     if not trainer.memory_args.oom_recovery:
         return "oom_recovery is off"
     if not holds_whole_model(trainer):  # processes wait for each other within every layer
@@ -120,26 +126,17 @@ def _why_not_repeated(trainer, kind: type | None) -> str:
         )
     if kind is not None and trainer.args.activation_offloading:
         return "activation_offloading of TRL keeps what a failed forward pass left"
-    name = next((name for name, module in _modules(trainer) if isinstance(module, _BATCH_NORM)), None)
+    modules = trainer.model.named_modules() if trainer.model is not None else ()
+    name = next((name for name, module in modules if isinstance(module, _BATCH_NORM)), None)
     return f"{name} normalizes over the whole batch and counts every pass" if name is not None else ""
 
 
-def _why_not_split(trainer, kind: type | None) -> str:
-    if (kind is not None and getattr(trainer, "aux_loss_enabled", False)) or _balances_experts(trainer):
+def _why_not_split(trainer: "MemoryTrainer", kind: type | None) -> str:
+    config = getattr(trainer.model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    balances = getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0)
+    if balances or (kind is not None and getattr(trainer, "aux_loss_enabled", False)):
         return "the router's auxiliary loss is a mean over the whole batch"
     if kind is not None and (mixing := _ACROSS_PAIRS & set(getattr(trainer, "loss_types", ()))):
         return f"loss_type={min(mixing)} compares the samples of a batch with each other"
     return ""
-
-
-_BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm  # of 1, 2 and 3 dimensions, and the synchronized one
-
-
-def _modules(trainer):
-    return trainer.model.named_modules() if trainer.model is not None else ()
-
-
-def _balances_experts(trainer) -> bool:
-    config = getattr(trainer.model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return bool(getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", 0))

@@ -12,7 +12,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
@@ -30,6 +30,9 @@ from hf_memopt.trainer.step.split import count_elements, tensor_shapes, tensor_v
 from hf_memopt.trainer.step.step_state import Buffers, StepState
 from hf_memopt.trainer.step.window import MicroBatch, Window
 
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,7 +49,7 @@ class StepRunner:
         buffers: the model's buffers that training changes.
     """
 
-    def __init__(self, trainer, recoverability: Recoverability, limit: BatchLimit) -> None:
+    def __init__(self, trainer: "MemoryTrainer", recoverability: Recoverability, limit: BatchLimit) -> None:
         self.limit = limit
         self.window = Window()
         self.resume_states: dict[int, StepState] = {}
@@ -148,7 +151,10 @@ class StepRunner:
             window.state = self.remember_state()
         samples = trainer.count_samples(inputs) if self.recovers else 1
         elements = count_elements(inputs)
-        if self.splits and samples > (fetched := _samples_fetched(trainer) or samples):
+        batches = getattr(trainer._train_loader, "batch_sampler", None)
+        # They vary under max_tokens_per_batch, whose sampler has no batch_size.
+        fetched = trainer.args.train_batch_size if batches is None else getattr(batches, "batch_size", None)
+        if self.splits and fetched and samples > fetched:
             self.refuse(f"a batch of {fetched} samples has {samples} rows: override split_batch() and count_samples()")
         size = self.limit.chunk_size(samples, elements) if self.splits else samples
         # The Trainer sets it for each micro-batch itself (_set_sync_gradients in _run_epoch, transformers 5.23).
@@ -160,10 +166,20 @@ class StepRunner:
         return micro
 
     def _run(self, step: Callable, model, micro: MicroBatch, synced: bool):
-        """Run what is left of a micro-batch; the loss of all of it."""
+        """Run what is left of a micro-batch; the loss of all of it.
+
+        Args:
+            synced: its last chunk reduces the gradients over processes.
+        """
+        accelerator = self._trainer.accelerator
         while micro.position < micro.samples:
-            start, stop = self._next_chunk(micro)
-            is_whole = stop - start == micro.samples
+            start, stop = micro.next_chunk
+            if stop - start < micro.samples and self._rule is None:
+                self.running, self.stage = (micro, stop - start), "forward"
+                self._chunk_state = StepState.now(self._trainer)
+                self._find_rule(micro)  # it runs whole where there is none
+                start, stop = micro.next_chunk
+            is_whole, is_last = stop - start == micro.samples, stop == micro.samples
             self.running, self.stage = (micro, stop - start), "forward"
             if start and self.own_loss:  # a counter in a user's own loss counts micro-batches, not chunks
                 self._first_state.restore_numbers(self._trainer)
@@ -173,8 +189,12 @@ class StepRunner:
             inputs = micro.inputs if is_whole else self._trainer.split_batch(micro.inputs, start, stop)
             self._weight = 1.0 if is_whole else self._rule.weight(self._trainer, micro.inputs, inputs)
             inputs = type(micro.inputs)(inputs)  # a copy: compute_loss may pop from it
-            with contextlib.nullcontext() if synced and stop == micro.samples else self._unsynced(model):
-                loss = self._run_chunk(step, model, inputs, micro.num_items)
+            if self._weight == 0.0:  # every label is -100: the mean is NaN, and so would 0 × NaN be
+                inputs["labels"] = inputs["labels"].clamp(min=0)
+            alone = self._trainer.args.world_size == 1
+            reduced = contextlib.nullcontext() if alone or (synced and is_last) else accelerator.no_sync(model)
+            with reduced, self._hooked_backward():
+                loss = step(model, inputs, micro.num_items)
             if not is_whole and (changed := self.buffers.changed_since(self._chunk_state)):
                 raise InputError(_changes(changed))
             micro.record_chunk(start, stop, loss * self._weight)
@@ -182,16 +202,8 @@ class StepRunner:
             self.refuse(_changes(changed))
         return micro.loss
 
-    def _next_chunk(self, micro: MicroBatch) -> tuple[int, int]:
-        """The next samples to run. When a micro-batch is first split, the rule of its loss is determined."""
-        start, stop = micro.next_chunk
-        if stop - start < micro.samples and self._rule is None:
-            self.running, self.stage = (micro, stop - start), "forward"
-            self._chunk_state = StepState.now(self._trainer)
-            self._find_rule(micro)
-        return micro.next_chunk
-
     def _find_rule(self, micro: MicroBatch) -> None:
+        """Determine the rule of the loss, when a micro-batch is first split."""
         try:
             # Asked again, since hooks may have come since the trainer was made, and nothing may have failed before.
             assessment = assess_recoverability(self._trainer)
@@ -206,12 +218,6 @@ class StepRunner:
             if self._trainer.memory_args.max_batch_size:
                 raise InputError(f"max_batch_size={self._trainer.memory_args.max_batch_size}: {error}") from error
             micro.shrink(micro.samples)
-
-    def _run_chunk(self, step: Callable, model, inputs: dict[str, Any], num_items):
-        if self._weight == 0.0:  # every label is -100: the mean is NaN, and so would 0 × NaN be
-            inputs["labels"] = inputs["labels"].clamp(min=0)
-        with self._hooked_backward():
-            return step(model, inputs, num_items)
 
     def _run_once(self, step: Callable, model, micro: MicroBatch):
         """Run a micro-batch that cannot run again: if memory runs out, the run ends with a diagnosis."""
@@ -251,10 +257,6 @@ class StepRunner:
         with mock.patch.object(trainer.accelerator, "backward", weighted):
             yield
 
-    def _unsynced(self, model):
-        trainer = self._trainer
-        return trainer.accelerator.no_sync(model) if trainer.args.world_size > 1 else contextlib.nullcontext()
-
     # ---- after a failure
 
     def _splitting_failed(self, error: Exception) -> bool:
@@ -272,19 +274,22 @@ class StepRunner:
         return True
 
     def _check_recoverable(self, error: Exception) -> Diagnosis:
-        """Diagnose a failure; raise it again unless a smaller chunk may help."""
+        """Diagnose a failure; raise it again unless a smaller chunk may help.
+
+        All processes end where one fails while gradients are reduced, which leaves the others waiting in the
+        all-reduce. The limit is halved first, so that the run that resumes starts with smaller chunks.
+        """
         diagnosis = diagnose(error)
         if not diagnosis.helps_on(self._trainer.args.device):
             raise error
         micro, samples = self.running
         last = micro.synced and micro.position + samples == micro.samples
-        if self._trainer.args.world_size > 1 and self._gradients_changed and last:
-            self._end_together(diagnosis)
+        if self._trainer.args.world_size > 1 and self.stage == "backward" and last:
+            if samples > 1 and self.splits:
+                self.limit.halve(samples, micro.elements * samples // micro.samples)
+            why = "processes that have begun to reduce gradients cannot go back"
+            self._trainer._ending.end_run("backward", diagnosis, micro, why)
         return diagnosis
-
-    @property
-    def _gradients_changed(self) -> bool:
-        return self.stage == "backward"
 
     def _why_not_again(self) -> str:
         """The reason that the micro-batch that failed cannot run again; "" where it can.
@@ -294,7 +299,7 @@ class StepRunner:
         assessment = assess_recoverability(self._trainer)
         if not assessment.repeats:
             return assessment.reason
-        restarts = self._gradients_changed and len(self.window.started) > 1
+        restarts = self.stage == "backward" and len(self.window.started) > 1
         if restarts and (callback := own_substep_callback(self._trainer)):
             return f"{callback}, and a step that starts again would do without it"
         if self.buffers.written() != self._chunk_state.written:
@@ -327,10 +332,10 @@ class StepRunner:
         # in the forward whose gradients it reduces.
         if self.window.forward_began and hasattr(model, "require_forward_param_sync"):
             model.require_forward_param_sync = False
-        if not self._gradients_changed:
+        if self.stage == "backward":
+            self._restart(model)
+        else:
             self._chunk_state.restore(self._trainer)
-            return
-        self._restart(model)
 
     def _restart(self, model) -> None:
         """Run the window again from its start."""
@@ -358,22 +363,6 @@ class StepRunner:
         micro.retried_whole = True
         return samples
 
-    def _end_together(self, diagnosis: Diagnosis) -> None:
-        """End all processes: one that failed while gradients were reduced leaves the others waiting in the all-reduce.
-        The limit is halved first, so that the run that resumes starts with smaller chunks."""
-        micro, samples = self.running
-        if samples > 1 and self.splits:
-            self.limit.halve(samples, micro.elements * samples // micro.samples)
-        why = "processes that have begun to reduce gradients cannot go back"
-        self._trainer._ending.end_run("backward", diagnosis, micro, why)
-
 
 def _changes(name: str) -> str:
     return f"{name} changes in every training pass, and would change once for each chunk"
-
-
-def _samples_fetched(trainer) -> int | None:
-    """Samples that the data loader puts into a micro-batch; None where they vary (max_tokens_per_batch)."""
-    loader = trainer._train_loader
-    batches = getattr(loader, "batch_sampler", None)
-    return getattr(batches, "batch_size", None) if batches is not None else trainer.args.train_batch_size

@@ -33,13 +33,11 @@ class RowLayout:
     def _slice(self, name: str, value: Any, samples: int, start: int, stop: int) -> Any:
         if isinstance(value, Mapping):
             return {key: self._slice(f"{name}.{key}", inner, samples, start, stop) for key, inner in value.items()}
-        if isinstance(value, list | tuple):
+        is_array = isinstance(value, numpy.ndarray) and value.ndim
+        if is_array or isinstance(value, list | tuple):
             if len(value) != samples:
-                raise _cannot_split(name, f"{len(value)} entries", samples)
-            return value[start:stop]
-        if isinstance(value, numpy.ndarray) and value.ndim:
-            if len(value) != samples:
-                raise _cannot_split(name, f"the shape {value.shape}", samples)
+                what = f"the shape {value.shape}" if is_array else f"{len(value)} entries"
+                raise _cannot_split(name, what, samples)
             return value[start:stop]
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value

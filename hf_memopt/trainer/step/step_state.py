@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 
 from hf_memopt.trainer.step.known_code import is_known
+
+if TYPE_CHECKING:
+    from hf_memopt.trainer.trainer import MemoryTrainer
 
 # Private attributes that TRL 1.16's trainers append to in compute_loss: a repeated pass would count twice. Where one
 # is renamed, its metrics count repeated passes; losses and gradients are not affected.
@@ -79,7 +82,7 @@ class StepState:
     written: tuple[int, ...]
 
     @classmethod
-    def now(cls, trainer, buffers: bool = True) -> "StepState":
+    def now(cls, trainer: "MemoryTrainer", buffers: bool = True) -> "StepState":
         """Args:
         buffers: copy buffers, too; an evaluation, which changes none, does without.
         """
@@ -88,7 +91,7 @@ class StepState:
         copies = trainer._runner.buffers.copies() if buffers else {}
         return cls(RandomState.now(), metrics, copies, trainer._runner.buffers.written())
 
-    def restore(self, trainer) -> None:
+    def restore(self, trainer: "MemoryTrainer") -> None:
         self.random.restore()
         trainer._runner.buffers.restore(self.buffers)
         for name in _TRL_METRICS:
@@ -96,7 +99,7 @@ class StepState:
                 setattr(trainer, name, _copied(self.metrics[name]))
         self.restore_numbers(trainer)
 
-    def restore_numbers(self, trainer) -> None:
+    def restore_numbers(self, trainer: "MemoryTrainer") -> None:
         """Restore the numbers of a user's own loss alone."""
         for name in set(numbers(trainer)) - set(self.metrics):
             delattr(trainer, name)
@@ -111,7 +114,7 @@ class Buffers:
     A module that keeps state (batch statistics, power iterations, a queue) is recognized by that, whatever its class.
     """
 
-    def __init__(self, trainer, own: bool, copied: bool) -> None:
+    def __init__(self, trainer: "MemoryTrainer", own: bool, copied: bool) -> None:
         """Args:
         own: the model or its loss is a user's own, which may change buffers or weights in any later step, too.
         copied: steps may run again, so buffers are copied before they do.
@@ -183,18 +186,18 @@ def _equal(buffer: torch.Tensor, copy: torch.Tensor | None) -> bool:
     return copy is not None and buffer.shape == copy.shape and torch.equal(buffer, copy)
 
 
-def numbers(trainer) -> dict[str, Any]:
+def numbers(trainer: "MemoryTrainer") -> dict[str, Any]:
     """The numbers among the user's own attributes: counters and running means."""
     return {name: value for name, value in _own_attributes(trainer).items() if isinstance(value, bool | int | float)}
 
 
-def fingerprint(trainer) -> dict[str, Any]:
+def fingerprint(trainer: "MemoryTrainer") -> dict[str, Any]:
     """Fingerprint the user's own attributes that are no numbers: a value that changes when they do."""
     counted = numbers(trainer)
     return {name: _print(value, _DEEPEST) for name, value in _own_attributes(trainer).items() if name not in counted}
 
 
-def _own_attributes(trainer) -> dict[str, Any]:
+def _own_attributes(trainer: "MemoryTrainer") -> dict[str, Any]:
     """The attributes that no method of a known class assigns."""
     stored = frozenset().union(*(_stored_names(kind) for kind in type(trainer).__mro__ if is_known(kind)))
     return {name: value for name, value in vars(trainer).items() if name not in stored}
