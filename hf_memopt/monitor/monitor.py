@@ -160,9 +160,7 @@ class MemoryMonitor:
 
         plain = activations()
         effective = activations(**CHECKPOINTING) if use_gradient_checkpointing else plain
-        return _both(
-            {"effective_memory": effective, "without_checkpointing": plain, "savings": plain - effective},
-        )
+        return _both({"effective_memory": effective, "without_checkpointing": plain, "savings": plain - effective})
 
     def track_memory_optimizations(
         self, config, model=None, seq_len: int = 512, hardware: str = "auto", world_size: int | None = None

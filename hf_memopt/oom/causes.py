@@ -53,10 +53,7 @@ _FRAGMENTED = (
     "memory is fragmented: the allocator holds {unused} that no tensor is in",
     (changes.EXPANDABLE_SEGMENTS, changes.SPLIT_SIZE, changes.GROUP_BY_LENGTH, changes.EMPTY_CACHE),
 )
-_OTHERS = (
-    "other processes hold {others} of the device",
-    (changes.END_OTHERS, changes.AUTO, changes.MEMORY_LIMIT),
-)
+_OTHERS = ("other processes hold {others} of the device", (changes.END_OTHERS, changes.AUTO, changes.MEMORY_LIMIT))
 # What the allocators of other devices than CUDA's print.
 _DEVICES = {
     "mps": r"MPS backend|Metal|kIOGPU|Invalid buffer size: ",

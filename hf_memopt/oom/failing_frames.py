@@ -197,17 +197,8 @@ _TABLE = (
         "logits of all evaluation batches are kept until metrics are computed",
         (changes.EVAL_ACCUMULATION, changes.EVAL_ARGMAX, changes.EVAL_TOKENS, changes.EVAL_BATCH),
     ),
-    FrameRow(
-        "generate",
-        _GENERATION,
-        _KV_CACHE,
-        (changes.EVAL_BATCH, changes.SHORTER_GENERATION),
-        among=_EVALUATION,
-    ),
-    FrameRow(
-        "eval",
-        _EVALUATION,
-    ),
+    FrameRow("generate", _GENERATION, _KV_CACHE, (changes.EVAL_BATCH, changes.SHORTER_GENERATION), among=_EVALUATION),
+    FrameRow("eval", _EVALUATION),
     FrameRow(
         "forward",
         r"\bself\.visual\(|\bvision_(tower|model|encoder)\b|in (get_(image|video)_features|"

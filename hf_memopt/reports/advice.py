@@ -18,8 +18,8 @@ from hf_memopt.oom.figures import parse_figures
 from hf_memopt.oom.log_failure import find_failure
 from hf_memopt.redaction import redact_text
 from hf_memopt.reports.log import read_log
+from hf_memopt.reports.next_steps import why_slow
 from hf_memopt.reports.run import LOG, OOM, REPORT_FILE, read_oom_report, read_run
-from hf_memopt.reports.slow import why_slow
 from hf_memopt.terminal import plain
 
 LARGEST_TEXT = 16 * 2**20  # bytes read from the end of a log: some 150,000 lines

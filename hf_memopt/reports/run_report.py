@@ -10,9 +10,8 @@ from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import PROFILES, THRESHOLDS
 from hf_memopt.oom.events import describe_event
 from hf_memopt.reports.html_page import render_page
-from hf_memopt.reports.next_steps import speed, suggest_next_steps
+from hf_memopt.reports.next_steps import data_wait_share, speed, suggest_next_steps
 from hf_memopt.reports.run import Run, read_run
-from hf_memopt.reports.slow import data_wait_share
 from hf_memopt.terminal import plain
 from hf_memopt.units import size
 

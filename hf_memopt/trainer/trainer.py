@@ -185,9 +185,6 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
 
         With max_batch_size, micro-batches of that size are fetched and first run in chunks of
         per_device_train_batch_size, so that chunks can grow while the effective batch stays.
-
-        Raises:
-            InputError: max_batch_size does not divide the effective batch, or micro-batches cannot be split.
         """
         memory, args, largest = self.memory_args, self.args, self.memory_args.max_batch_size
         first, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -286,11 +283,7 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         return model, loader
 
     def _training_begins(self, model, loader) -> None:
-        """Guard the optimizer, and try the largest batch where probe_worst_batch is set.
-
-        Raises:
-            InputError: the loss is a user's own, which the trial would call once more than training does.
-        """
+        """Guard the optimizer, and try the largest batch where probe_worst_batch is set."""
         self._updates.guard_optimizer()
         if self.args.world_size > 1 and self._runner.recovers:
             # Of the DDP model, not of the one within: a user's own hook that fails there would come before ours.

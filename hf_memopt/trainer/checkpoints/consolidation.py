@@ -19,16 +19,7 @@ _RUN_FILES = (
     MANIFEST,
     "memory_state.json",
 )
-_FAILURES = (
-    OSError,
-    ValueError,
-    KeyError,
-    RuntimeError,
-    AssertionError,
-    IndexError,
-    EOFError,
-    pickle.UnpicklingError,
-)
+_FAILURES = (OSError, ValueError, KeyError, RuntimeError, AssertionError, IndexError, EOFError, pickle.UnpicklingError)
 
 
 def consolidate(checkpoint: str | Path, directory: str | Path, trusted: bool = False) -> list[str]:

@@ -56,11 +56,7 @@ class SafeLoad:
         return mock.patch.object(trainer, "deepspeed_load_checkpoint", load_safely)
 
     def _issue_warnings_after_load(self, load_result):
-        """Refuse a checkpoint that lacks weights: transformers only warns, and trains their initial values.
-
-        Raises:
-            InputError: a weight is missing, and is not tied to one that was loaded.
-        """
+        """Refuse a checkpoint that lacks weights: transformers only warns, and trains their initial values."""
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         # Weights that save_pretrained leaves out since the model computes them, such as Marian's position embeddings.
         computed = set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
@@ -76,11 +72,7 @@ class SafeLoad:
         super()._issue_warnings_after_load(load_result)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        """Load optimizer states, through host memory where the device cannot hold them twice.
-
-        Raises:
-            InputError: they are damaged, could run code, or belong to another optimizer.
-        """
+        """Load optimizer states, through host memory where the device cannot hold them twice."""
         if checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
         with _loading(checkpoint):
@@ -129,11 +121,7 @@ class SafeLoad:
 
 @contextlib.contextmanager
 def _loading(checkpoint: str) -> Iterator[None]:
-    """Turn a library's error about a damaged or mismatched checkpoint into an InputError.
-
-    Raises:
-        InputError: the checkpoint cannot be loaded, or could run code.
-    """
+    """Turn a library's error about a damaged or mismatched checkpoint into an InputError."""
     try:
         with without_code(checkpoint):
             yield

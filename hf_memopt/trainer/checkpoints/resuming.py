@@ -16,11 +16,7 @@ class SafeResume:
     """The part of MemoryTrainerMixin that decides what a run resumes from."""
 
     def _find_checkpoint(self, requested) -> str | None:
-        """The checkpoint that train() was asked to resume from; True means the newest intact one.
-
-        Raises:
-            InputError: it is missing or damaged.
-        """
+        """The checkpoint that train() was asked to resume from; True means the newest intact one."""
         output_dir, only_model = Path(self.args.output_dir), self.args.save_only_model
         if requested is None or requested is False:
             return None
@@ -33,12 +29,7 @@ class SafeResume:
         return str(newest)
 
     def _agree_on_checkpoint(self, checkpoint: str | None) -> str | None:
-        """The same checkpoint on every process: nodes without a shared disk may have lost different ones.
-
-        Raises:
-            InputError: some processes have a checkpoint and others none, or the oldest one that a process chose is
-                missing or damaged here.
-        """
+        """The same checkpoint on every process: nodes without a shared disk may have lost different ones."""
         if self._peers.alone:
             return checkpoint
         number = Path(checkpoint or "").name.removeprefix("checkpoint-")
@@ -64,9 +55,6 @@ class SafeResume:
     def _keep_effective_batch(self, file: Path) -> None:
         """Keep the checkpoint's effective batch, by other accumulation steps where the world size changed, and start
         with the chunk size that fitted.
-
-        Raises:
-            InputError: no number of accumulation steps gives that effective batch.
         """
         if not file.is_file() or is_stale(file.parent):
             return
@@ -142,11 +130,7 @@ class SafeResume:
 
 
 def _read_state(file: Path) -> dict:
-    """A checkpoint's memory_state.json.
-
-    Raises:
-        InputError: it is damaged.
-    """
+    """A checkpoint's memory_state.json."""
     state = read_json(file)
     for name in ("effective_batch_size", "world_size"):
         if not isinstance(state.get(name), int) or state[name] < 1:

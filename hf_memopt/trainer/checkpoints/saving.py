@@ -101,11 +101,7 @@ class SafeCheckpoints:
             self._event("oom_recovered", stage="save", message=diagnosis.message, remedy=remedy)
 
     def _check_disk(self, error: Exception, trial) -> None:
-        """Delete the unfinished checkpoint and raise where it could not be written to the disk.
-
-        Raises:
-            InputError: with what the run resumes from.
-        """
+        """Delete the unfinished checkpoint and raise where it could not be written to the disk."""
         if (reason := write_failure(error)) is None:
             return
         self._discard_unfinished(trial)

@@ -71,7 +71,7 @@ _HEADS = {
 }
 # Losses that these classes name in forward() and that are part of no other mean. The router's is refused before.
 _MEANS = {"loss", "loss_function", "CrossEntropyLoss", "BCEWithLogitsLoss", "MSELoss", "cross_entropy", "lm_loss"} | {
-    *("mlm_loss_fct", "aux_loss", "load_balancing_loss_func", "router_z_loss_func"),
+    *("mlm_loss_fct", "aux_loss", "load_balancing_loss_func", "router_z_loss_func")
 }
 DECLARED = {"sample_mean": (LossRule.SAMPLES,), "token_mean": (LossRule.SUM, LossRule.LABELS, LossRule.UNSHIFTED)}
 
@@ -109,11 +109,7 @@ def _losses_named(forward) -> set[str]:
 
 
 def _check_spans(inputs: dict[str, Any]) -> None:
-    """Refuse answers beyond the tokens, which heads for question answering leave out of their mean.
-
-    Raises:
-        InputError: there are such answers, so that the loss is not a mean over samples.
-    """
+    """Refuse answers beyond the tokens, which heads for question answering leave out of their mean."""
     tokens = inputs.get("input_ids")
     for name in ("start_positions", "end_positions"):
         place = inputs.get(name)

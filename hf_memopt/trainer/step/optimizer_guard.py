@@ -135,10 +135,7 @@ class _Undo:
 
 
 def guard(
-    step: Callable,
-    optimizer,
-    survived: Callable[[list[str]], None],
-    failed: Callable[[BaseException, bool], None],
+    step: Callable, optimizer, survived: Callable[[list[str]], None], failed: Callable[[BaseException, bool], None]
 ):
     """Wrap an optimizer's step so that it repeats what can be repeated exactly.
 
