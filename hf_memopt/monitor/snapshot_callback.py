@@ -97,20 +97,25 @@ class SnapshotCallback(TrainerCallback):
             self._mark("step", "end")
             self._write(f"step_{state.global_step}", f"step {state.global_step}")
             if not (self.on_oom and args.device.type == "cuda"):
-                self._end()
+                self.stop()
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._end()
+        self.stop()
 
     def stop(self) -> None:
-        """Stop recording where training ended without on_train_end, as after an error."""
-        self._end()
+        """Stop recording: where training ends, or has ended without on_train_end, as after an error."""
+        if self._recorder is not None:
+            self._recorder.end()
+            self._recorder = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def out_of_memory(self) -> None:
         """Write the recording after memory ran out. On CUDA the allocator's observer has done so already."""
         if isinstance(self._recorder, _ProfilerRecorder):
             self._ran_out()
-            self._end()
+            self.stop()
 
     # ---- recording
 
@@ -122,14 +127,6 @@ class SnapshotCallback(TrainerCallback):
             self._recorder = _CudaRecorder(device, self.max_entries) if cuda else _ProfilerRecorder(self._model)
             self._hook(self._model)
         self._recorder.begin()
-
-    def _end(self) -> None:
-        if self._recorder is not None:
-            self._recorder.end()
-            self._recorder = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def _mark(self, kind: str, text: str) -> None:
         if self._recorder is not None:

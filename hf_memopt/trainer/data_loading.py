@@ -1,7 +1,6 @@
 """The samples of batches, and those that the Trainer does not make: by a token budget, for sequence parallelism."""
 
 import copy
-import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -78,17 +77,6 @@ def loader_by_tokens(trainer: "MemoryTrainer"):
         worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
     )
     return trainer.accelerator.prepare(loader)
-
-
-def batch_indices(loader, epoch: int, number: int) -> list[int] | None:
-    """Dataset indices of a batch; None where the sample order is not known.
-
-    Args:
-        loader: the data loader, prepared by accelerate.
-        number: index of the batch in its epoch, counted for this process.
-    """
-    order = batch_order(loader, epoch)
-    return next(itertools.islice(order, number, None), None) if order is not None else None
 
 
 def batch_order(loader, epoch: int) -> Iterator[list[int]] | None:

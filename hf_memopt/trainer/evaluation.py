@@ -185,14 +185,7 @@ class EvalRecovery:
         if reason:
             self._ending.end_run("eval", diagnosis, why=reason, intact=holds_whole_model(self))
         self._evaluated_at_once, self._eval_failure = samples // 2, diagnosis
-        self._event(
-            "oom_recovered",
-            stage="eval",
-            cause=diagnosis.cause,
-            message=diagnosis.message,
-            micro_batch_before=samples,
-            micro_batch_after=samples // 2,
-        )
+        self._recovered("eval", diagnosis, samples, samples // 2)
 
 
 def join(parts: list, counts: list[int]):

@@ -67,11 +67,4 @@ class GenerationRecovery:
             why = "one completion at a time does not fit" if size == 1 else "no smaller group of prompts helps there"
             self._ending.end_run("generation", diagnosis, why=why)
         self._generated_at_once = size // 2
-        self._event(
-            "oom_recovered",
-            stage="generation",
-            cause=diagnosis.cause,
-            message=diagnosis.message,
-            micro_batch_before=size,
-            micro_batch_after=size // 2,
-        )
+        self._recovered("generation", diagnosis, size, size // 2)

@@ -1,6 +1,7 @@
 """MemoryTrainer: a transformers Trainer that recovers from running out of memory."""
 
 import contextlib
+import itertools
 import logging
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from hf_memopt.levers.weight_streaming import streamer_of
 from hf_memopt.monitor.callback import MemoryCallback, append
 from hf_memopt.monitor.readers import Reader, process_limited
 from hf_memopt.monitor.snapshot_callback import SnapshotCallback
-from hf_memopt.oom.classify import diagnose
+from hf_memopt.oom.classify import Diagnosis, diagnose
 from hf_memopt.oom.events import describe_event
 from hf_memopt.presets.trl_configs import trl_trainer
 from hf_memopt.trainer.checkpoints.load_states import SafeLoad
@@ -29,7 +30,7 @@ from hf_memopt.trainer.checkpoints.resuming import SafeResume
 from hf_memopt.trainer.checkpoints.saving import SafeCheckpoints
 from hf_memopt.trainer.checkpoints.sharded_states import states_saved_here
 from hf_memopt.trainer.combination import check_combination, check_constructor_arguments, check_start
-from hf_memopt.trainer.data_loading import batch_indices, loader_by_tokens, sequence_parallel_collator
+from hf_memopt.trainer.data_loading import batch_order, loader_by_tokens, sequence_parallel_collator
 from hf_memopt.trainer.distributed import Peers
 from hf_memopt.trainer.ending import Ending, worker_death
 from hf_memopt.trainer.evaluation import EvalRecovery
@@ -314,6 +315,11 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         if self.args.should_save:
             append(self.args.output_dir, event)
 
+    def _recovered(self, stage: str, diagnosis: Diagnosis, before: int, after: int, **details: Any) -> None:
+        """Record an out-of-memory failure after which `after` samples run at once, and not `before`."""
+        sizes = {"micro_batch_before": before, "micro_batch_after": after}
+        self._event("oom_recovered", stage=stage, cause=diagnosis.cause, message=diagnosis.message, **sizes, **details)
+
     def _dataset_indices(self, micro: MicroBatch) -> list[int] | None:
         """Dataset indices of a micro-batch's samples; None where the sampler's order is not known."""
         per_epoch = len(self._train_loader) if hasattr(self._train_loader, "__len__") else 0
@@ -322,7 +328,9 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         accumulation = self.args.gradient_accumulation_steps
         windows = -(-per_epoch // accumulation)
         epoch, window = divmod(self.state.global_step, windows)
-        return batch_indices(self._train_loader, epoch, window * accumulation + micro.number)
+        if (order := batch_order(self._train_loader, epoch)) is None:
+            return None
+        return next(itertools.islice(order, window * accumulation + micro.number, None), None)
 
 
 class MemoryTrainer(MemoryTrainerMixin, Trainer):

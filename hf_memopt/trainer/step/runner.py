@@ -317,16 +317,8 @@ class StepRunner:
         smaller = self._smaller(micro, samples, diagnosis)
         if smaller < samples:
             micro.shrink(smaller)
-        self._trainer._event(
-            "oom_recovered",
-            stage=self.stage,
-            cause=diagnosis.cause,
-            message=diagnosis.message,
-            micro_batch_before=samples,
-            micro_batch_after=smaller,
-            shapes=tensor_shapes(micro.inputs),
-            dataset_indices=self._trainer._dataset_indices(micro),
-        )
+        shapes, indices = tensor_shapes(micro.inputs), self._trainer._dataset_indices(micro)
+        self._trainer._recovered(self.stage, diagnosis, samples, smaller, shapes=shapes, dataset_indices=indices)
         # DDP (torch 2.13) broadcasts buffers in the first forward of a window. A second broadcast would wait for
         # processes that do not repeat theirs, so its private flag is lowered; DDP raises it again
         # in the forward whose gradients it reduces.
