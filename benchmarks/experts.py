@@ -27,8 +27,8 @@ from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.spec_job import spec_job
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.foreign.key_table import list_tables
 from hf_memopt.foreign.source import read_source
-from hf_memopt.foreign.table import list_tables
 from hf_memopt.foreign.translate import Translation
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments

@@ -87,7 +87,7 @@ def _tokens_of_1080p(model: str, frames: int) -> str:
     """Tokens of a clip of 1920 × 1080 pixels for a bundled model."""
     from hf_memopt.estimator.architectures import load_config
     from hf_memopt.video.inputs import VideoInputs
-    from hf_memopt.video.published import published_settings
+    from hf_memopt.video.processor import published_settings
 
     clip = VideoInputs(frames, 1080, 1920, settings=published_settings(model)).clip(load_config(model))
     return f"{clip.steps * clip.step_tokens:,}"

@@ -162,7 +162,7 @@ def as_the_guide_says(job: dict) -> dict:
 def video(job: dict) -> dict:
     """LoRA of a video model with a frozen tower, frames of 224 × 224."""
     from hf_memopt.video.inputs import VideoInputs
-    from hf_memopt.video.published import published_settings
+    from hf_memopt.video.processor import published_settings
 
     inputs = VideoInputs(job["frames"], max_pixels_per_frame=224 * 224, settings=published_settings(job["model"]))
     memory_args = MemoryArguments(logits_to_keep="dtype" in job)

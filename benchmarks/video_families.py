@@ -31,9 +31,9 @@ from hf_memopt.levers.few_logits import with_few_logits
 from hf_memopt.trainer.video_trainer import VideoTrainer
 from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.encoder import Encoder
-from hf_memopt.video.families import fit_to_model, model_class
 from hf_memopt.video.media import Limits
 from hf_memopt.video.model_parts import frozen_parts, take_videos_of_any_length, train_parts
+from hf_memopt.video.processor import fit_to_model, model_class
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}"

@@ -28,18 +28,18 @@ from hf_memopt.program import run
 
 
 def main(argv: list[str] | None = None):
-    from hf_memopt.recipe.words import check_words
+    from hf_memopt.recipe.argument_check import check_words
 
     check_words("RolloutArguments", "GRPOConfig", argv)  # before the libraries, whose import takes seconds
 
     from hf_memopt.errors import as_input_error
     from hf_memopt.recipe import job as jobs
-    from hf_memopt.recipe import rollouts, summary
+    from hf_memopt.recipe import prompts, summary
     from hf_memopt.recipe.resume import checkpoint_to_resume
 
     defaults = jobs.RecipeDefaults(
         description=__doc__,
-        arguments=rollouts.RolloutArguments,
+        arguments=prompts.RolloutArguments,
         config_class=lambda: trl_class("GRPOConfig"),
         training={
             "output_dir": "out/grpo",
@@ -74,13 +74,13 @@ def main(argv: list[str] | None = None):
     resume = checkpoint_to_resume(job.args)
     config = jobs.load_config(job)
     tokenizer = jobs.load_tokenizer(job)
-    train, held_out = rollouts.load_prompts(job)
+    train, held_out = prompts.load_prompts(job)
 
     # ---- the model. TRL adds the adapters, so that the model without them is the reference
     with as_input_error("GRPOTrainer", ImportError):  # of vLLM
         trainer = MemoryGRPOTrainer(
             model=jobs.load_model(job, config, tokenizer, adapters=False),
-            reward_funcs=[rollouts.correct, rollouts.numeric],
+            reward_funcs=[prompts.correct, prompts.numeric],
             args=job.args,
             train_dataset=train,
             eval_dataset=held_out,
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None):
     # ---- train, save, report
     estimate = summary.announce(job, trainer, jobs.sequence_length(job, config))
     if not job.recipe.dry_run:
-        summary.train(job, trainer, resume, estimate, rollouts.show_rewards)
+        summary.train(job, trainer, resume, estimate, prompts.show_rewards)
     return trainer
 
 

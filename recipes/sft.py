@@ -22,7 +22,7 @@ from hf_memopt.program import run
 
 
 def main(argv: list[str] | None = None):
-    from hf_memopt.recipe.words import check_words
+    from hf_memopt.recipe.argument_check import check_words
 
     check_words("AnswerArguments", "SFTConfig", argv)  # before the libraries, whose import takes seconds
 

@@ -59,7 +59,7 @@ def start(argv: list[str] | None):
 
 
 def main(argv: list[str] | None = None):
-    from hf_memopt.recipe.words import check_words
+    from hf_memopt.recipe.argument_check import check_words
 
     check_words("VideoArguments", "TrainingArguments", argv)  # before the libraries, whose import takes seconds
 
@@ -76,8 +76,7 @@ def main(argv: list[str] | None = None):
     from hf_memopt.levers.few_logits import with_few_logits
     from hf_memopt.recipe.video_tier import remember_clips
     from hf_memopt.trainer.video_trainer import VideoTrainer
-    from hf_memopt.video.collator import VideoCollator
-    from hf_memopt.video.packing import check_packing
+    from hf_memopt.video.collator import VideoCollator, check_packing
     from hf_memopt.video.processor import load_processor
 
     # ---- errors in the checkpoint, configuration or data show before weights are loaded

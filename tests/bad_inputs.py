@@ -330,8 +330,8 @@ def samples(path: Path, streaming: bool = False) -> list:
     """The rows of a file as recipes/sft.py gives them to TRL's trainer."""
     from transformers import AutoTokenizer
 
-    from hf_memopt.data.answers import find_answer_kind, to_trl
     from hf_memopt.data.builtin_model import builtin_model
+    from hf_memopt.data.chat import find_answer_kind, to_trl
 
     rows, form = good_answers(str(path), AutoTokenizer.from_pretrained(builtin_model()), streaming=streaming)
     return list(to_trl(rows, form, find_answer_kind(rows, form)))
@@ -339,8 +339,8 @@ def samples(path: Path, streaming: bool = False) -> list:
 
 def good_answers(source: str, tokenizer, skip: bool = False, **load):
     """The rows that recipes/sft.py keeps of a source, and their form."""
-    from hf_memopt.data.answers import answer_judge, find_answer_kind
     from hf_memopt.data.bad_rows import sift
+    from hf_memopt.data.chat import answer_judge, find_answer_kind
     from hf_memopt.data.sources import load_rows
 
     def keep(parts, form):

@@ -16,7 +16,7 @@ from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
 from hf_memopt.estimator.accounting.flash_kernels import BACKWARD, Attention
 from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
 from hf_memopt.hardware import get_hardware
-from hf_memopt.hardware.attention import FLASH, HUB_KERNELS, check_attention
+from hf_memopt.hardware.attention_kernels import FLASH, HUB_KERNELS, check_attention
 from hf_memopt.video.inputs import VideoInputs
 
 SHAPE = {

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from hf_memopt.hardware import get_hardware
-from hf_memopt.hardware.attention_rates import CUDNN, EFFICIENT, OTHER, attention_kernel, attention_rate, rates
+from hf_memopt.hardware.attention_kernels import CUDNN, EFFICIENT, OTHER, attention_kernel, attention_rate, rates
 from hf_memopt.hardware.catalog import catalog
 
 FLASH_2, FLASH_3 = "flash_attention_2", "flash_attention_3"

@@ -11,8 +11,8 @@ from bad_inputs import GOOD, good_answers, spoilt_rows
 from conftest import flags, sweep
 from transformers import AutoTokenizer
 
-from hf_memopt.data.answers import answer_judge, find_answer_kind, to_trl
 from hf_memopt.data.bad_rows import sift
+from hf_memopt.data.chat import answer_judge, find_answer_kind, to_trl
 from hf_memopt.data.pairs import check_prompt, pair_judge
 from hf_memopt.data.sources import load_rows
 from hf_memopt.data.tokens import check_text

@@ -12,8 +12,7 @@ from conftest import slow
 
 from hf_memopt.errors import InputError
 from hf_memopt.video.clips import outline_clip, read_clip
-from hf_memopt.video.frame_limits import FrameLimits
-from hf_memopt.video.frame_sizes import capped_size
+from hf_memopt.video.frame_limits import FrameLimits, capped_size
 from hf_memopt.video.video_files import BadVideo
 
 CODECS = {

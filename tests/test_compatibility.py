@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from hf_memopt.compatibility import RULES, Setup, check, launched_strategy, refusals
-from hf_memopt.compatibility.launch import cannot_start
-from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.compatibility.resolve import cannot_start, resolve_engine
 from hf_memopt.compatibility.rules import BITSANDBYTES, BNB_8BIT, COMPILE_MODES, CUDA_GRAPHS, LAYERWISE, PACKAGES
 from hf_memopt.engines import DeepSpeed
 from hf_memopt.errors import InputError

@@ -11,8 +11,7 @@ from conftest import ROOT, flags, run, slow, sweep
 
 from hf_memopt.cli.doctor import check_files
 from hf_memopt.compatibility import check_config_file
-from hf_memopt.compatibility.launch import cannot_start
-from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.compatibility.resolve import cannot_start, resolve_engine
 from hf_memopt.engines.deepspeed import decode_inline, deepspeed_config
 from hf_memopt.errors import InputError
 from hf_memopt.presets import get_preset

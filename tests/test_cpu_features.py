@@ -12,7 +12,7 @@ def test_the_answer_is_py_cpuinfos():
     import cpuinfo
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
-    from hf_memopt.recipe.cpu_features import quick_cpu_info
+    from hf_memopt.recipe.preflight import quick_cpu_info
 
     slow = cpuinfo.cpuinfo._get_cpu_info_from_proc_cpuinfo()  # one of its sources, without the busy loop
     builder, its_own = CPUAdamBuilder(), cpuinfo.get_cpu_info

@@ -23,7 +23,7 @@ LOADERS = {
     "pretrain": ("hf_memopt.recipe.rows", "load_texts"),
     "sft": ("hf_memopt.recipe.answers", "load_answers"),
     "dpo": ("hf_memopt.recipe.preference", "load_pairs"),
-    "grpo": ("hf_memopt.recipe.rollouts", "load_prompts"),
+    "grpo": ("hf_memopt.recipe.prompts", "load_prompts"),
     "video_sft": ("hf_memopt.recipe.video", "load_samples"),
 }
 

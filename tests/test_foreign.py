@@ -11,9 +11,9 @@ import yaml
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError
 from hf_memopt.foreign.accelerate import launch_file
+from hf_memopt.foreign.key_table import EFFECTS, list_tables
 from hf_memopt.foreign.launchers import LAUNCHERS
 from hf_memopt.foreign.source import read_source
-from hf_memopt.foreign.table import EFFECTS, list_tables
 from hf_memopt.foreign.values import VIA
 
 FOLDER = Path(__file__).parent / "foreign_configs"

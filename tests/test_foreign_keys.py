@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_memopt.foreign.table import read_table
+from hf_memopt.foreign.key_table import read_table
 from hf_memopt.foreign.translate import translate
 
 MODEL = {

@@ -10,8 +10,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.video import frame_cache
 from hf_memopt.video.clips import read_clip
 from hf_memopt.video.frame_cache import FrameCache
-from hf_memopt.video.frame_limits import FrameLimits
-from hf_memopt.video.sampling import Sampling
+from hf_memopt.video.frame_limits import FrameLimits, Sampling
 from hf_memopt.video.video_files import BadVideo
 
 LIMITS = FrameLimits(4, 2.0, 2)

@@ -8,8 +8,7 @@ import pytest
 import videos
 
 from hf_memopt.video.clips import outline_clip, read_clip
-from hf_memopt.video.frame_limits import FrameLimits
-from hf_memopt.video.sampling import Sampling
+from hf_memopt.video.frame_limits import FrameLimits, Sampling
 from hf_memopt.video.video_files import BadVideo
 
 FILES = {"five.mp4": (125, 25), "short.mkv": (7, 10), "ntsc.mp4": (240, Fraction(30000, 1001)), "long.mp4": (600, 5)}

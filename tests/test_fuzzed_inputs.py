@@ -97,7 +97,7 @@ def test_any_rows_as_samples(streaming, content, tmp_path, tokenizer):
     import datasets
     from bad_inputs import good_answers
 
-    from hf_memopt.data.answers import find_answer_kind, to_trl
+    from hf_memopt.data.chat import find_answer_kind, to_trl
 
     datasets.disable_progress_bars()
     path = tmp_path / "rows.jsonl"

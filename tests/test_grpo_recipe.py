@@ -8,7 +8,7 @@ import trl
 from conftest import slow
 
 from hf_memopt import InputError, MemoryTrainerMixin
-from hf_memopt.recipe.rollouts import correct, numeric, sums
+from hf_memopt.recipe.prompts import correct, numeric, sums
 
 # TRL 1.16 reads names that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

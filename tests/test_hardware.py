@@ -7,9 +7,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from hf_memopt.errors import InputError
-from hf_memopt.hardware import allocator, attention, configure_allocator, get_hardware, list_hardware, names
+from hf_memopt.hardware import (
+    allocator,
+    attention_kernels,
+    configure_allocator,
+    device_names,
+    get_hardware,
+    list_hardware,
+)
 from hf_memopt.hardware import detect as public_detect
-from hf_memopt.hardware.attention import resolve_attention
+from hf_memopt.hardware.attention_kernels import resolve_attention
 from hf_memopt.units import GIB
 
 detect = sys.modules["hf_memopt.hardware.detection"]
@@ -231,7 +238,7 @@ def test_names_as_people_write_them(written, expected):
     ],
 )
 def test_of_several_devices_a_name_is_the_smallest_and_a_line_says_so_once(written, smallest, others, caplog):
-    names._say_which.cache_clear()
+    device_names._say_which.cache_clear()
     assert get_hardware(written).name == get_hardware(written).name == smallest
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (others is not None) and all(others in line for line in lines)
@@ -296,7 +303,7 @@ def test_apple_chips(monkeypatch):
 
 
 def test_attention_falls_back_to_sdpa_with_a_reason(caplog):
-    attention._announce.cache_clear()
+    attention_kernels._announce.cache_clear()
     assert resolve_attention(get_hardware("rtx_4090")) == "sdpa"
     assert "flash-attn is not installed" in caplog.text
 
@@ -305,16 +312,16 @@ def test_broken_flash_attention_is_named(monkeypatch):
     def broken(name):
         raise ImportError("undefined symbol: _ZN3c104cuda9SetDeviceEi")
 
-    attention._import_error.cache_clear()
-    monkeypatch.setattr(attention.importlib, "import_module", broken)
+    attention_kernels._import_error.cache_clear()
+    monkeypatch.setattr(attention_kernels.importlib, "import_module", broken)
     with pytest.raises(InputError, match=r"installed but broken .*undefined symbol.*use attn_implementation='sdpa'"):
         resolve_attention(get_hardware("rtx_4090"), "flash_attention_2")
-    attention._import_error.cache_clear()
+    attention_kernels._import_error.cache_clear()
 
 
 def test_flash_attention_where_it_works(monkeypatch):
     """A module stands in for the compiled extension, and torch reports a card."""
-    attention._import_error.cache_clear()
+    attention_kernels._import_error.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -322,7 +329,7 @@ def test_flash_attention_where_it_works(monkeypatch):
     assert resolve_attention(get_hardware("a100_80gb")) == "flash_attention_2"
     assert resolve_attention(get_hardware("t4")) == "sdpa"
     assert resolve_attention(get_hardware("mi300x")) == "sdpa"
-    attention._import_error.cache_clear()
+    attention_kernels._import_error.cache_clear()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hf_memopt.errors import InputError
-from hf_memopt.hardware import names
+from hf_memopt.hardware import device_names
 from hf_memopt.hardware.catalog import catalog, read_devices
 
 _SERIES = {"rtx", "gtx", "rx", "quadro", "arc", "apple", "pro", "radeon", "gpu", "nvidia", "amd", "intel"}
@@ -56,8 +56,8 @@ def _family(text, count):
         assert "which card?" in str(error) or "which of the numbers" in str(error), (text, str(error))
         found = set(re.findall(r"\w+", str(error)))
         return ({*found, *catalog()} if " more" in str(error) else found), count
-    written, _ = names.counted(text, catalog())
-    return {card, *names.candidates(written, catalog())}, devices
+    written, _ = device_names.counted(text, catalog())
+    return {card, *device_names.candidates(written, catalog())}, devices
 
 
 def _cases():

@@ -11,15 +11,15 @@ from test_foreign_keys import MODEL
 
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError
+from hf_memopt.foreign.key_table import list_tables, read_table
 from hf_memopt.foreign.migrate import migrated_files, recipe_arguments, recipe_of
 from hf_memopt.foreign.source import read_source
-from hf_memopt.foreign.table import list_tables, read_table
 from hf_memopt.foreign.translate import translate
 from hf_memopt.presets.trl_configs import trl_class
 from hf_memopt.recipe.answers import AnswerArguments
 from hf_memopt.recipe.arguments import parse
 from hf_memopt.recipe.preference import PreferenceArguments
-from hf_memopt.recipe.rollouts import RolloutArguments
+from hf_memopt.recipe.prompts import RolloutArguments
 
 FOLDER = Path(__file__).parent / "foreign_configs"
 OF_RECIPE = {

@@ -22,9 +22,8 @@ class Understood(BaseException):
 @pytest.fixture
 def understood(monkeypatch):
     """The job that a command line stands for, without the libraries that would predict it."""
-    from hf_memopt.cli import words
 
-    check_words = words.check_words
+    check_words = argument_check.check_words
 
     def judged(spec, *methods):
         raise Understood(check_words(spec, *methods))
@@ -93,12 +92,14 @@ def test_every_bundled_name_stands_for_its_own_file():
 def test_no_argument_of_a_recipe_is_another_tools_word(name, recipe, monkeypatch):
     """export refuses those words without asking the recipe's parser; and what is judged before it is what it knows."""
     from hf_memopt.other_names import meant_by
-    from hf_memopt.recipe import arguments, words
+    from hf_memopt.recipe import argument_check, arguments
 
     actions, known = {}, {}
     parser = arguments._parser
     monkeypatch.setattr(arguments, "_parser", lambda *given: actions.setdefault("parser", parser(*given)))
-    monkeypatch.setattr(words, "check_words", lambda own, kind, argv: known.update(words.known_arguments(own, kind)))
+    monkeypatch.setattr(
+        argument_check, "check_words", lambda own, kind, argv: known.update(argument_check.known_arguments(own, kind))
+    )
     with pytest.raises(InputError):
         recipe(name)(["--no_such_argument", "1"])
     names = {action.dest for action in actions["parser"]._actions}
@@ -107,7 +108,7 @@ def test_no_argument_of_a_recipe_is_another_tools_word(name, recipe, monkeypatch
 
 
 def test_a_recipe_without_arguments_has_nothing_to_judge():
-    from hf_memopt.recipe.words import check_words
+    from hf_memopt.recipe.argument_check import check_words
 
     check_words("VideoArguments", "TrainingArguments", [])
     check_words("RecipeArguments", "TrainingArguments", ["--bf16", "--no_save_only_model"])

@@ -10,15 +10,15 @@ from bad_inputs import good_answers
 from conftest import flags
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_memopt.data.answers import find_answer_kind, to_trl
+from hf_memopt.data.chat import find_answer_kind, to_trl
 from hf_memopt.data.columns import CLIP_SAMPLING
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError
 from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.encoder import Encoder
+from hf_memopt.video.frame_limits import Sampling
 from hf_memopt.video.media import Limits
 from hf_memopt.video.processor import load_processor
-from hf_memopt.video.sampling import Sampling
 
 ASK = {"role": "user", "content": "Two plus two?"}
 SAY = {"role": "assistant", "content": "Four."}

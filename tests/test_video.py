@@ -20,16 +20,14 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.few_logits import with_few_logits
 from hf_memopt.program import run
 from hf_memopt.video import media
-from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.encoder import Encoder
-from hf_memopt.video.frame_limits import FrameLimits
+from hf_memopt.video.frame_limits import FrameLimits, Sampling
 from hf_memopt.video.media import Limits
 from hf_memopt.video.model_parts import take_videos_of_any_length
 from hf_memopt.video.processor import TorchVideoProcessor, load_processor
-from hf_memopt.video.samples import VideoSamples
-from hf_memopt.video.sampling import Sampling
+from hf_memopt.video.samples import BadVideos, VideoSamples
 from hf_memopt.video.video_files import BadVideo
 
 FAMILIES = list(video_models.FAMILIES)

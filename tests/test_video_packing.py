@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3_5Config, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments
-from hf_memopt.data.packed_batches import PackedBatches, packed_batches
+from hf_memopt.data.batches import PackedBatches, packed_batches
 from hf_memopt.estimator.job import describe
 from hf_memopt.trainer.data_loading import batch_order
 from hf_memopt.trainer.video_trainer import VideoTrainer
 from hf_memopt.video import media
-from hf_memopt.video.collator import VideoCollator
+from hf_memopt.video.collator import PACKED, VideoCollator, check_packing, pack
 from hf_memopt.video.encoder import Encoder
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.media import Limits
 from hf_memopt.video.model_parts import take_videos_of_any_length
-from hf_memopt.video.packing import PACKED, check_packing, pack
 from hf_memopt.video.processor import load_processor
 from hf_memopt.video.samples import VideoSamples
 from hf_memopt.video.video_files import BadVideo
@@ -126,7 +125,7 @@ def test_headers_tell_what_a_sample_will_be(name, folder):
 
 
 def test_bad_files_count_as_the_rows_in_their_place(folder, tmp_path):
-    from hf_memopt.video.bad_videos import BadVideos
+    from hf_memopt.video.samples import BadVideos
 
     data = data_of(folder, "qwen2_5_vl")
     (folder / "broken.mp4").write_text("no video")

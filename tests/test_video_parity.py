@@ -9,7 +9,7 @@ import videos
 from conftest import ROOT, run
 
 from hf_memopt.estimator import architectures
-from hf_memopt.video import published
+from hf_memopt.video import processor
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.pixels import FAMILIES
 from hf_memopt.video.processor import read_video_settings
@@ -26,7 +26,7 @@ def test_pixels_and_samples_equal_transformers_own(tmp_path):
     path = f"{TORCHVISION}:{ROOT}:{ROOT / 'tests'}"
     done = run(sys.executable, ROOT / "tests" / "video_parity.py", tmp_path, env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["192", "6", str(len(list(published._FOLDER.iterdir())))]
+    assert done.stdout.split() == ["192", "6", str(len(list(processor._FOLDER.iterdir())))]
 
 
 def test_nothing_here_has_torchvision():
@@ -42,7 +42,7 @@ def test_nothing_here_has_torchvision():
 def test_every_bundled_video_model_has_its_checkpoints_settings():
     configs = {path.stem: json.loads(path.read_text()) for path in architectures._FOLDER.glob("*.json")}
     names = {name for name, config in configs.items() if config["model_type"] in FAMILIES}
-    assert {path.stem for path in published._FOLDER.iterdir()} == names
+    assert {path.stem for path in processor._FOLDER.iterdir()} == names
     for name in sorted(names):
         settings = read_video_settings(name)
         repository, _, file = settings["source"].rpartition("/blob/main/")

@@ -26,8 +26,12 @@ from hf_memopt.video.encoder import Encoder  # noqa: E402
 from hf_memopt.video.inputs import VideoInputs  # noqa: E402
 from hf_memopt.video.media import Limits  # noqa: E402
 from hf_memopt.video.pixels import FAMILIES, prepare_frames  # noqa: E402
-from hf_memopt.video.processor import TorchVideoProcessor, _load_without_torchvision, load_processor  # noqa: E402
-from hf_memopt.video.published import published_settings  # noqa: E402
+from hf_memopt.video.processor import (  # noqa: E402
+    TorchVideoProcessor,
+    _load_without_torchvision,
+    load_processor,
+    published_settings,
+)
 
 # Clips of bundled models: frames, height, width. 1080p, and sizes at which the checkpoints' bounds begin to matter.
 CLIPS = ((2, 1080, 1920), (16, 224, 224), (64, 36, 64), (6, 20, 300))

@@ -5,7 +5,7 @@ from itertools import groupby
 
 from docs_tables.markdown import results, table
 
-from hf_memopt.foreign.table import Row, list_tables, read_table
+from hf_memopt.foreign.key_table import Row, list_tables, read_table
 
 _EFFECTS = {"memory": "", "approximated": "approximated", "refused": "refused"}
 _CLOSE = 0.1

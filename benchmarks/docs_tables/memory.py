@@ -16,8 +16,7 @@ from docs_tables.markdown import (
 )
 
 from hf_memopt.hardware.constants import TABLE, Constant
-from hf_memopt.hardware.measurable import MEASURABLE, show_value
-from hf_memopt.hardware.measured import DeviceFile, read_device_file
+from hf_memopt.hardware.measured import MEASURABLE, DeviceFile, read_device_file, show_value
 
 # Why a row is far off: read in the sources; what is only inferred says "probably".
 ADAPTER_CAUSES = {

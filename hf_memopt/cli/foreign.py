@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.cli.settings import command_spec
-from hf_memopt.compatibility.config_files import Examined, Fault, Lines
-from hf_memopt.compatibility.foreign_files import foreign_tool
+from hf_memopt.compatibility.config_files import Examined, Fault, Lines, foreign_tool
 from hf_memopt.errors import InputError, as_input_error, listed
 from hf_memopt.files import folder_for, write_folder
 from hf_memopt.foreign.edits import changes, chosen_keys, diff, edit

@@ -17,7 +17,7 @@ from hf_memopt.presets import METHODS
 from hf_memopt.presets.catalog import check_strategy
 from hf_memopt.stack.declared import declared_hints, declared_values
 from hf_memopt.stack.vocabulary import declared_arguments, newest
-from hf_memopt.video.frame_sizes import parse_frame_size
+from hf_memopt.video.frame_limits import parse_frame_size
 
 
 def check_words(spec: JobSpec, methods: Iterable[str] = METHODS) -> JobSpec:

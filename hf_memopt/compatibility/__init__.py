@@ -1,8 +1,7 @@
 """Rules of which optimizers, engines, devices and quantizations work together; if not, why and what to use instead."""
 
 from hf_memopt.compatibility.config_files import check_config_file
-from hf_memopt.compatibility.launch import launched_config_file, launched_strategy, world_size
-from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.compatibility.resolve import launched_config_file, launched_strategy, resolve_engine, world_size
 from hf_memopt.compatibility.rules import RULES, Rule
 from hf_memopt.compatibility.setup import Setup, check, refusals
 

@@ -4,7 +4,7 @@ without doing it."""
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from hf_memopt.child_process import in_child
 from hf_memopt.compatibility.accelerate_files import examine_accelerate
 from hf_memopt.compatibility.deepspeed_files import examine_deepspeed
-from hf_memopt.compatibility.foreign_files import foreign_tool
 from hf_memopt.errors import InputError, brief, one_line
 from hf_memopt.findings import Effect, Finding, Keys
 from hf_memopt.yaml_values import read_text, read_yaml
@@ -175,3 +174,25 @@ class Lines:
                 return line
             line, node = found[0].start_mark.line + 1, found[1]
         return line
+
+
+# A tool, keys that all of its files have, and keys of which they have one.
+_TOOLS = (
+    ("axolotl", {"base_model"}, {"datasets", "pretraining_dataset", "adapter", "sequence_len", "micro_batch_size"}),
+    ("axolotl", {"base_model"}, {"rl", "val_set_size", "learning_rate", "optimizer", "plugins"}),
+    ("LLaMA-Factory", {"model_name_or_path"}, {"finetuning_type", "cutoff_len", "template", "dataset_dir"}),
+    ("LLaMA-Factory's v1 trainer", {"model"}, {"model_class", "dist_config", "kernel_config"}),
+    ("ms-swift", {"model"}, {"train_type", "tuner_type", "rlhf_type", "swift_version", "split_dataset_ratio"}),
+    ("TRL", {"model_name_or_path"}, {"dataset_name", "dataset_mixture", "dataset_mixer", "datasets", "output_dir"}),
+)
+
+
+def foreign_tool(content: Mapping[str, Any]) -> str | None:
+    """The tool whose file this is; None where it may be accelerate's."""
+    if "distributed_type" in content:
+        return None
+    if any(isinstance(block, Mapping) and "_component_" in block for block in content.values()):
+        return "torchtune"
+    return next(
+        (tool for tool, all_of, one_of in _TOOLS if all_of <= content.keys() and one_of & content.keys()), None
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_memopt import __version__
 from hf_memopt.data.columns import Judge, row_number
-from hf_memopt.data.row_places import Place
+from hf_memopt.data.row_files import Place
 from hf_memopt.data.sources import say_once
 from hf_memopt.errors import InputError
 

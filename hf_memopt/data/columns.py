@@ -38,7 +38,7 @@ FORMS = {
     "caption": Form(("caption",)),  # of a video or an image, which is the question
 }
 
-# What a row may say of its clips, as qwen-vl-utils spells it: video/sampling.py.
+# What a row may say of its clips, as qwen-vl-utils spells it: video/frame_limits.py.
 CLIP_SAMPLING = (
     *("fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
     *("video_start", "video_end", "sample_fps"),

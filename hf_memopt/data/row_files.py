@@ -10,10 +10,12 @@ import csv
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.errors import InputError, brief, one_line
+from hf_memopt.data.turns import without_nones
+from hf_memopt.errors import InputError, brief, listed, one_line
 
 Row = dict[str, Any]
 _EXAMPLE = 'write one object per line, such as {"messages": […]} or {"text": "…"}'
@@ -208,3 +210,69 @@ READERS = {
     ".csv": _csv_rows,
     ".txt": _text_rows,
 }
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row's place. Its line number is looked up in __str__, since only rows with errors are printed.
+
+    Attributes:
+        source: dataset name or file.
+        number: of the row in its file; in a stream, in reading order, which shuffling changes.
+        row: the row itself, in a stream: its line is found by comparing.
+        kind: what the message calls a row.
+    """
+
+    source: str
+    number: int
+    row: dict[str, Any] | None = field(default=None, repr=False)
+    kind: str = "row"
+
+    def __str__(self) -> str:
+        line = self._line()
+        order = " in the order that the stream is read" if self.row is not None else ""
+        return f"{self.source or 'the data'}: {f'line {line}, ' if line else ''}{self.kind} {self.number}{order}"
+
+    def _line(self) -> int | None:
+        path = Path(self.source).expanduser() if self.source else Path()
+        if path.suffix not in (".jsonl", ".json", ".csv", ".txt") or not path.is_file():
+            return None
+        if self.row is None:
+            return find_line(path, lambda number, _: number == self.number)
+        values = without_nones(self.row)
+        return find_line(path, lambda _, row: without_nones(row) == values)
+
+
+_VIDEOS = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+def captioned_rows(folder: Path, source: str) -> list[dict[str, str | None]] | None:
+    """Rows of `video` or `image` and `caption`; None of a folder without clips and pictures, and of one whose metadata
+    `datasets` reads itself.
+
+    Raises:
+        InputError: a clip without a caption, or one that is empty.
+    """
+    media = sorted(path for path in folder.iterdir() if path.suffix.lower() in (*_VIDEOS, *_IMAGES))
+    if not media or any((folder / f"metadata.{suffix}").is_file() for suffix in ("csv", "jsonl", "parquet")):
+        return None
+    texts = {path: path.with_suffix(".txt") for path in media}
+    if bare := [path.name for path in media if not texts[path].is_file()]:
+        raise InputError(
+            f"data set {source!r}: {listed(bare, 3)} of {len(media)} files without a caption: write it into a text "
+            f"file of the same name ({Path(bare[0]).stem}.txt), or rows of video and caption into a jsonl file"
+        )
+    rows = []
+    for path, text in texts.items():
+        if not (caption := text.read_text(encoding="utf-8").strip()):
+            raise InputError(f"data set {source!r}: {text.name} is empty: write the caption of {path.name} into it")
+        is_video = path.suffix.lower() in _VIDEOS
+        rows.append(
+            {
+                "video": str(path.resolve()) if is_video else None,
+                "image": None if is_video else str(path.resolve()),
+                "caption": caption,
+            }
+        )
+    return rows

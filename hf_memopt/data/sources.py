@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hf_memopt.data.clip_folder import captioned_rows
 from hf_memopt.data.columns import accepted, find_form, find_unused
 from hf_memopt.data.pairs import check_pair_columns
-from hf_memopt.data.row_files import READERS, encoded_rows, find_columns
+from hf_memopt.data.row_files import READERS, captioned_rows, encoded_rows, find_columns
 from hf_memopt.errors import InputError, as_input_error, choose, one_line
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ def load_rows(
 
     Args:
         source: a hub name, a local file (json, jsonl, csv, parquet, txt), a folder of such files, of save_to_disk or
-            of clips with captions (clip_folder.py); None or an embedded corpus ("builtin:documents",
+            of clips with captions (row_files.py); None or an embedded corpus ("builtin:documents",
             "builtin:questions", "builtin:preferences").
         config: the hub dataset's configuration name.
         split: the split to train on.

@@ -18,7 +18,7 @@ from accelerate.state import PartialState
 from huggingface_hub import constants
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_memopt.compatibility import launch
+from hf_memopt.compatibility import resolve
 from hf_memopt.confined.hub import through_parent
 from hf_memopt.errors import IncompatibleLibrary, InputError, one_line
 from hf_memopt.estimator.device_stand_in import seen_by_script
@@ -110,12 +110,12 @@ def _presets_as_launched() -> Iterator[None]:
     build = preset_arguments.build_training_arguments
 
     def build_as_launched(preset, *args, **kwargs):
-        if preset.processes > 1 and launch.world_size() == 1:
+        if preset.processes > 1 and resolve.world_size() == 1:
             raise InputError(
                 f"the script's preset {preset.name} is for {preset.processes} devices, and this dry run has one: add "
                 f"--hardware {preset.name}, or the launcher's command"
             )
-        launched = launch.launched_strategy()
+        launched = resolve.launched_strategy()
         if preset.processes > 1 and not preset.mesh and launched != preset.strategy and preset.strategy != "ddp":
             raise InputError(
                 f"the script's preset {preset.name} has strategy={preset.strategy}, which `accelerate launch` starts, "

@@ -44,7 +44,7 @@ from hf_memopt.estimator.training_fields import (
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.hardware.allocator import expands_segments
-from hf_memopt.hardware.attention import check_attention
+from hf_memopt.hardware.attention_kernels import check_attention
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.feature import liger_replaces
 from hf_memopt.levers.token_budget import samples_within

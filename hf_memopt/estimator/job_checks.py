@@ -7,7 +7,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.tracing.model import has_table
 from hf_memopt.estimator.tracing.optimizers import check_traceable
 from hf_memopt.estimator.tracing.tasks import TASKS
-from hf_memopt.hardware.attention import flash_attention
+from hf_memopt.hardware.attention_kernels import flash_attention
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.facts import Facts
 from hf_memopt.levers.refusals import WHOLE_SAMPLES

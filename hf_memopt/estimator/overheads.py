@@ -12,9 +12,8 @@ from hf_memopt.estimator.quantized_checkpoints import quantization_notes
 from hf_memopt.estimator.swapping import optimizer_buffers
 from hf_memopt.estimator.tracing.optimizers import by_formula
 from hf_memopt.hardware import Hardware
-from hf_memopt.hardware.attention import flash_attention
-from hf_memopt.hardware.measurable import show
-from hf_memopt.hardware.measured import constant, measured_on
+from hf_memopt.hardware.attention_kernels import flash_attention
+from hf_memopt.hardware.measured import constant, measured_on, show
 from hf_memopt.levers.sliding_window import has_window
 from hf_memopt.units import gib, size
 

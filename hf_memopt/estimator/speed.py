@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hf_memopt.estimator.accounting.work import Attention, Kernel
 from hf_memopt.hardware import Hardware
-from hf_memopt.hardware.attention_rates import OTHER, attention_kernel, attention_rate
+from hf_memopt.hardware.attention_kernels import OTHER, attention_kernel, attention_rate
 from hf_memopt.hardware.measured import constant, measured_value
 
 _MEASURED_BYTES = 3 / 8192  # per FLOP of the matmuls of 16 bits that calibrate measures (calibration.device.rates)

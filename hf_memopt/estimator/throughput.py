@@ -16,8 +16,7 @@ from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
 from hf_memopt.estimator.training_fields import settle_engine
 from hf_memopt.hardware import Hardware
-from hf_memopt.hardware.measurable import SPEEDS, show
-from hf_memopt.hardware.measured import constant, measured_on
+from hf_memopt.hardware.measured import SPEEDS, constant, measured_on, show
 
 _FORWARD = 1 / 3  # of a micro-batch's time; backward has twice its matmuls
 

@@ -28,7 +28,7 @@ from hf_memopt.estimator.training_fields import (
     sharing_processes,
 )
 from hf_memopt.hardware import Hardware, get_hardware
-from hf_memopt.hardware.attention import attention_names, check_attention
+from hf_memopt.hardware.attention_kernels import attention_names, check_attention
 from hf_memopt.levers.language_model import inner_model
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.model_parts import frozen_parts

@@ -4,8 +4,7 @@ import dataclasses
 from math import lcm, prod
 from typing import Any
 
-from hf_memopt.compatibility.launch import parallel_sizes
-from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.compatibility.resolve import parallel_sizes, resolve_engine
 from hf_memopt.engines import DDP, FSDP, NO_ENGINE, DeepSpeed, Engine, engine_named
 from hf_memopt.engines.deepspeed import deepspeed_config
 from hf_memopt.engines.engine import read_settings

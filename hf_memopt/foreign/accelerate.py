@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.errors import InputError, brief
-from hf_memopt.foreign.table import is_off
+from hf_memopt.foreign.key_table import is_off
 from hf_memopt.foreign.values import AUTO, fsdp_keys
 from hf_memopt.yaml_values import read_text, read_yaml
 

@@ -11,8 +11,8 @@ import yaml
 
 from hf_memopt.errors import InputError
 from hf_memopt.foreign.commands import parse_commands
+from hf_memopt.foreign.key_table import Table, as_text
 from hf_memopt.foreign.source import Source, read_command, read_settings
-from hf_memopt.foreign.table import Table, as_text
 
 _DASHES = "--key-with-dashes value"
 # Of the keys that a plan sets, those that axolotl's command has no option for (axolotl/cli/config_options.py).

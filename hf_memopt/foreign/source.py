@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.compatibility.foreign_files import foreign_tool
+from hf_memopt.compatibility.config_files import foreign_tool
 from hf_memopt.errors import InputError, brief
 from hf_memopt.foreign.accelerate import FILES, engine_of_launch, is_launch_option, launch_file
 from hf_memopt.foreign.commands import WORDS, Command, parse_commands
+from hf_memopt.foreign.key_table import Table, read_table
 from hf_memopt.foreign.launchers import (
     COUNTED,
     ON,
@@ -20,7 +21,6 @@ from hf_memopt.foreign.launchers import (
     count_processes,
     visible_devices,
 )
-from hf_memopt.foreign.table import Table, read_table
 from hf_memopt.foreign.translate import Translation, translate
 from hf_memopt.hardware.allocator import SPELLINGS
 from hf_memopt.yaml_values import read_text, read_yaml

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError, brief, closest, one_line
 from hf_memopt.field_values import fit, hints_of
-from hf_memopt.foreign.table import Row, Table, as_text, is_off
+from hf_memopt.foreign.key_table import Row, Table, as_text, is_off
 from hf_memopt.foreign.values import VIA
 from hf_memopt.job.spec import JobSpec, Tool
 from hf_memopt.levers.arguments import MemoryArguments

@@ -9,7 +9,7 @@ from hf_memopt.engines.engine import read_settings
 from hf_memopt.engines.fsdp import fsdp_settings
 from hf_memopt.errors import InputError, brief
 from hf_memopt.files import read_json
-from hf_memopt.foreign.table import Table, is_off
+from hf_memopt.foreign.key_table import Table, is_off
 from hf_memopt.yaml_values import read_yaml
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

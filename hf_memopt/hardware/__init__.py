@@ -1,7 +1,7 @@
 """Devices: the catalog of known ones and the detection of this machine's."""
 
 from hf_memopt.hardware.allocator import configure_allocator
-from hf_memopt.hardware.attention import resolve_attention
+from hf_memopt.hardware.attention_kernels import resolve_attention
 from hf_memopt.hardware.catalog import Hardware, list_hardware
 from hf_memopt.hardware.detection import detect, get_hardware
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hf_memopt.hardware.names import counted, match, short_name
+from hf_memopt.hardware.device_names import counted, match, short_name
 from hf_memopt.units import GIB, MIB
 
 DEVICES_PER_HOST = 8  # at most, in the machines that clusters are made of (NVIDIA HGX and DGX, AMD's platforms)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from hf_memopt.hardware.catalog import Hardware, catalog, catalog_entry
 from hf_memopt.hardware.described import described
-from hf_memopt.hardware.names import product
+from hf_memopt.hardware.device_names import product
 from hf_memopt.units import GIB
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # cgroup v2, v1

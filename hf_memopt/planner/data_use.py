@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.data.answers import answer_judge, find_answer_kind, read_answer
 from hf_memopt.data.bad_rows import BadRows, sift
+from hf_memopt.data.chat import answer_judge, find_answer_kind, read_answer
 from hf_memopt.data.columns import MEDIA, Judge, accepted, find_form
 from hf_memopt.data.pairs import PAIRS, check_pair_columns, check_prompt, pair_judge
 from hf_memopt.data.sources import local_path, open_splits, without_columns

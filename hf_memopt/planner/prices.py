@@ -9,7 +9,7 @@ from types import MappingProxyType
 from hf_memopt.errors import InputError, brief, one_line
 from hf_memopt.files import read_bytes
 from hf_memopt.hardware.catalog import catalog, catalog_entry
-from hf_memopt.hardware.names import candidates
+from hf_memopt.hardware.device_names import candidates
 
 _LARGEST = 256 * 1024  # bytes
 _EXAMPLE = '"RTX 4090" = 0.40'

@@ -5,9 +5,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.compatibility.launch import launched_strategy, parallel_sizes
-from hf_memopt.compatibility.launch import world_size as launched_world_size
-from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.compatibility.resolve import launched_strategy, parallel_sizes, resolve_engine
+from hf_memopt.compatibility.resolve import world_size as launched_world_size
 from hf_memopt.compatibility.setup import check, compile_mode
 from hf_memopt.engines.deepspeed import shipped_deepspeed
 from hf_memopt.errors import InputError, as_input_error, brief, choose

@@ -7,7 +7,7 @@ import re
 import shlex
 from dataclasses import replace
 
-from hf_memopt.compatibility.launch import launched_strategy, sequence_parallel_size, world_size
+from hf_memopt.compatibility.resolve import launched_strategy, sequence_parallel_size, world_size
 from hf_memopt.compatibility.setup import check
 from hf_memopt.engines.deepspeed import deepspeed_files
 from hf_memopt.engines.mesh import is_mesh
@@ -17,7 +17,7 @@ from hf_memopt.hardware import Hardware, get_hardware, list_hardware
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.hardware.described import described_text
-from hf_memopt.hardware.names import candidates, counted
+from hf_memopt.hardware.device_names import candidates, counted
 from hf_memopt.presets.build import build_preset, preset_names
 from hf_memopt.presets.environment import PRECISION
 from hf_memopt.presets.preset import METHODS, Preset, retrained, with_strategy

@@ -11,7 +11,7 @@ from hf_memopt.engines import Engine, engine_named
 from hf_memopt.engines.mesh import Mesh
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.field_values import fit, hints_of
-from hf_memopt.hardware.attention import resolve_attention
+from hf_memopt.hardware.attention_kernels import resolve_attention
 from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.hardware.detection import counterpart
 from hf_memopt.presets.accelerate_config import accelerate_config, inline

@@ -3,9 +3,9 @@
 import logging
 from dataclasses import dataclass, field
 
-from hf_memopt.data.answers import answer_judge, find_answer_kind, to_trl
+from hf_memopt.data.batches import sample_lengths
+from hf_memopt.data.chat import answer_judge, find_answer_kind, to_trl
 from hf_memopt.data.columns import Judge
-from hf_memopt.data.lengths import sample_lengths
 from hf_memopt.data.sources import say_once
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError

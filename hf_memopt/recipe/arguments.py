@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_memopt.compatibility.foreign_files import foreign_tool
+from hf_memopt.compatibility.config_files import foreign_tool
 from hf_memopt.data.sources import USUAL_HELD_OUT
 from hf_memopt.errors import InputError, as_input_error, brief, choose, one_line, respell
 from hf_memopt.field_values import fit, hints_of, read_field

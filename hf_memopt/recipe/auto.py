@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_memopt.compatibility.launch import launched_strategy, world_size
+from hf_memopt.compatibility.resolve import launched_strategy, world_size
 from hf_memopt.errors import InputError, StartAgain
 from hf_memopt.estimator.overheads import context
 from hf_memopt.hardware.host_memory import HostMemory, own_host_memory

@@ -11,7 +11,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 from hf_memopt.compatibility import check_config_file, launched_config_file, resolve_engine, world_size
-from hf_memopt.compatibility.launch import LAUNCHER, chosen_by_launcher
+from hf_memopt.compatibility.resolve import LAUNCHER, chosen_by_launcher
 from hf_memopt.data.bad_rows import BadRows
 from hf_memopt.disk import check_writable
 from hf_memopt.engines import Engine
@@ -33,8 +33,8 @@ from hf_memopt.presets.preset import with_strategy
 from hf_memopt.recipe import preflight
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments, parse
 from hf_memopt.recipe.auto import Planned, plan_here, plans_here, step_down
-from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.defaults import RecipeDefaults, check_data, check_recipe, with_defaults
+from hf_memopt.recipe.preflight import quick_cpu_info
 from hf_memopt.recipe.resume import keep_finished_run
 from hf_memopt.stack.vocabulary import checkpoints_activations
 from hf_memopt.video.model_parts import not_quantized, train_parts

@@ -3,12 +3,13 @@
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from hf_memopt.compatibility.launch import cannot_start, parallel_sizes
-from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.compatibility.resolve import cannot_start, parallel_sizes, resolve_engine
 from hf_memopt.engines.engine import is_true
 from hf_memopt.errors import InputError
 from hf_memopt.hardware.compiler import abandoned_locks, compiler, has_libaio
@@ -319,3 +320,32 @@ def check_sharded(model, stage: int) -> None:
             f"preflight: {len(base)} weights ({base[0]}, …) were loaded whole on every process: TrainingArguments "
             "must be made, and live, before from_pretrained, with zero3_init_flag: true in accelerate's configuration"
         )
+
+
+@contextmanager
+def quick_cpu_info(args) -> Iterator[None]:
+    """While it lasts, py-cpuinfo's answer comes from lscpu, as DeepSpeed does itself where py-cpuinfo fails.
+
+    py-cpuinfo 9 asks the processor in a child of a child, for whose end it waits in a busy loop, twice for each
+    operator and process: two processes on two cores have been seen to wait for minutes. lscpu's answer has only the
+    fields that DeepSpeed reads, so nobody else in the process may get it for longer than DeepSpeed is at work. It can
+    go when DeepSpeed (0.19.8) asks once, or py-cpuinfo without a busy loop.
+
+    Args:
+        args: TrainingArguments; without DeepSpeed nothing is replaced.
+    """
+    info = _from_lscpu() if args.deepspeed_plugin is not None else None
+    if not info or not info["arch"]:
+        yield
+        return
+    import cpuinfo
+
+    with mock.patch.object(cpuinfo, "get_cpu_info", lambda: info):
+        yield
+
+
+def _from_lscpu() -> dict | None:
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    builder = CPUAdamBuilder()
+    return builder._backup_cpuinfo() if builder.command_exists("lscpu") else None

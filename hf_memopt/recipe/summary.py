@@ -19,9 +19,9 @@ from hf_memopt.monitor.loader import TOKEN_BYTES, LoaderMemory, loader_memory
 from hf_memopt.monitor.readers import peak_resident
 from hf_memopt.packages import installed_versions
 from hf_memopt.presets.trl_configs import trl_trainer
-from hf_memopt.recipe.cpu_features import quick_cpu_info
 from hf_memopt.recipe.job import Job, remove_new_folders
 from hf_memopt.recipe.prediction import PeakBatch, predict, predict_batch, tunes_answers
+from hf_memopt.recipe.preflight import quick_cpu_info
 from hf_memopt.recipe.resume import remove_finished_run
 from hf_memopt.redaction import redact_argv
 from hf_memopt.reports.run_report import write_run_report

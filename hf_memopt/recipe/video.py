@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from hf_memopt.compatibility import resolve_engine
-from hf_memopt.data.packed_batches import packed_batches
+from hf_memopt.data.batches import packed_batches
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, choose
 from hf_memopt.recipe.arguments import Parsed, RecipeArguments
@@ -16,15 +16,14 @@ from hf_memopt.recipe.auto import plans_here
 from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.rows import load_job_rows
 from hf_memopt.recipe.video_tier import choose_clips
-from hf_memopt.video.bad_videos import BadVideos
 from hf_memopt.video.collator import TOKENS, VideoCollator
+from hf_memopt.video.demo_model import moving_shapes
 from hf_memopt.video.downloads import Downloads
 from hf_memopt.video.encoder import Encoder
 from hf_memopt.video.frame_cache import FrameCache
 from hf_memopt.video.inputs import VideoInputs
 from hf_memopt.video.media import Limits
-from hf_memopt.video.moving_shapes import moving_shapes
-from hf_memopt.video.samples import VideoSamples
+from hf_memopt.video.samples import BadVideos, VideoSamples
 
 _GLANCED_AT = 500  # rows whose files are looked at for the largest sample
 

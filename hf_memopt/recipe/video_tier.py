@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hf_memopt.compatibility.launch import launched_strategy, world_size
+from hf_memopt.compatibility.resolve import launched_strategy, world_size
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import Job as EstimatedJob

@@ -27,7 +27,7 @@ _PLACES = {
     "RecipeArguments": "hf_memopt/recipe/arguments.py",
     "AnswerArguments": "hf_memopt/recipe/answers.py",
     "PreferenceArguments": "hf_memopt/recipe/preference.py",
-    "RolloutArguments": "hf_memopt/recipe/rollouts.py",
+    "RolloutArguments": "hf_memopt/recipe/prompts.py",
     "VideoArguments": "hf_memopt/recipe/video.py",
 }
 _SIMPLE = {"int": int, "float": float, "str": str, "bool": bool}

@@ -8,8 +8,7 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import TrainingArguments
 
-from hf_memopt.compatibility.launch import cannot_start
-from hf_memopt.compatibility.resolve import resolve_engine
+from hf_memopt.compatibility.resolve import cannot_start, resolve_engine
 from hf_memopt.compatibility.rules import BITSANDBYTES
 from hf_memopt.compatibility.setup import Setup, check, compile_mode, quant_storage
 from hf_memopt.engines.mesh import Mesh

@@ -9,9 +9,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from transformers.trainer_utils import seed_worker
 
-from hf_memopt.data.lengths import sample_lengths
-from hf_memopt.data.packed_batches import PackedBatches
-from hf_memopt.data.positions import with_positions
+from hf_memopt.data.batches import PackedBatches, sample_lengths, with_positions
 from hf_memopt.errors import InputError
 from hf_memopt.levers.refusals import WHOLE_SAMPLES
 from hf_memopt.levers.sliding_window import has_window

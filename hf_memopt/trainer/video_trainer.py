@@ -5,9 +5,8 @@ from typing import Any
 import torch
 
 from hf_memopt.trainer.trainer import MemoryTrainer
-from hf_memopt.video.collator import join
+from hf_memopt.video.collator import check_packing, join, pack
 from hf_memopt.video.model_parts import take_videos_of_any_length
-from hf_memopt.video.packing import check_packing, pack
 
 
 class VideoTrainer(MemoryTrainer):

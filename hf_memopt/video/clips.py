@@ -8,22 +8,20 @@ import numpy
 from hf_memopt.errors import InputError
 from hf_memopt.units import MIB
 from hf_memopt.video.frame_limits import FrameLimits
-from hf_memopt.video.frame_times import (
-    FrameTimes,
-    average_rate,
-    choose_frames,
-    decoded_times,
-    header_length,
-    packet_length,
-    packet_times,
-)
 from hf_memopt.video.video_files import (
     DECODING_ERRORS,
     BadVideo,
+    FrameTimes,
     VideoSource,
+    average_rate,
+    choose_frames,
     decode_frames,
+    decoded_times,
     display_name,
+    header_length,
     open_video,
+    packet_length,
+    packet_times,
     unreadable,
     video_stream,
 )

@@ -7,7 +7,7 @@ from hf_memopt.data.columns import CLIP_SAMPLING, FORMS, SAMPLING, check_columns
 from hf_memopt.data.turns import read_messages
 from hf_memopt.errors import InputError
 from hf_memopt.video.downloads import display_url, is_url
-from hf_memopt.video.sampling import IMAGE_SAMPLING, Sampling
+from hf_memopt.video.frame_limits import IMAGE_SAMPLING, Sampling
 
 _TAGS = re.compile(r"(<video>|<image>)")
 _UNSUPPORTED_TAGS = re.compile(r"<audio>|<bbox>|<ref-object>")  # audio, and ms-swift's boxes

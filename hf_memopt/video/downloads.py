@@ -1,8 +1,10 @@
 """Videos and images that rows name by http(s) address: each downloaded once, and no larger than allowed."""
 
+import contextlib
 import hashlib
 import os
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -12,7 +14,6 @@ from urllib.parse import urlsplit
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.units import MIB
-from hf_memopt.video.partial_files import SUFFIX, remove_abandoned
 from hf_memopt.video.video_files import BadVideo
 
 SCHEMES = ("http", "https")
@@ -61,7 +62,7 @@ class Downloads:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_abandoned(self.folder)
         # Written beside and renamed: another process may download the same file, or this one may end halfway.
-        handle, partial = tempfile.mkstemp(dir=self.folder, suffix=SUFFIX)
+        handle, partial = tempfile.mkstemp(dir=self.folder, suffix=PARTIAL)
         try:
             with os.fdopen(handle, "wb") as file, _OPENER.open(url, timeout=_SECONDS) as response:
                 self._copy(response, file, url)
@@ -111,3 +112,15 @@ for _handler in (
     _WebRedirects,
 ):
     _OPENER.add_handler(_handler())
+
+
+PARTIAL = ".part"
+_ABANDONED = 3600  # seconds without a byte: downloads give up much earlier
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the partial files of a folder to which nobody writes any more."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes them, too
+            if time.time() - path.stat().st_mtime > _ABANDONED:
+                path.unlink()

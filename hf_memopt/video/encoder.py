@@ -17,9 +17,9 @@ from hf_memopt.errors import InputError
 from hf_memopt.video.collator import TOKENS, join
 from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.downloads import Downloads
-from hf_memopt.video.families import check_media
 from hf_memopt.video.frame_cache import FrameCache
 from hf_memopt.video.media import EncodedMedium, Limits, MediaEncoder
+from hf_memopt.video.processor import check_media
 
 
 @dataclass(frozen=True)

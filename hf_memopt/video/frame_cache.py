@@ -15,8 +15,8 @@ import numpy
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.units import GIB
 from hf_memopt.video.clips import Clip, read_clip
+from hf_memopt.video.downloads import PARTIAL, remove_abandoned
 from hf_memopt.video.frame_limits import FrameLimits
-from hf_memopt.video.partial_files import SUFFIX, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def _mark_used(path: Path) -> None:
 
 def _write(path: Path, clip: Clip) -> None:
     # Written beside and renamed: readers never see half a file.
-    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=SUFFIX)
+    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=PARTIAL)
     try:
         with os.fdopen(handle, "wb") as file:
             numpy.savez(file, **vars(clip))

@@ -1,11 +1,81 @@
-"""Limits of a clip: how many frames to take, and how large."""
+"""The frames of a clip to take, and their size: what a row asks for, within the limits of the run."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from hf_memopt.data.columns import CLIP_SAMPLING
 from hf_memopt.errors import InputError
-from hf_memopt.video.frame_sizes import capped_size, smart_resize
-from hf_memopt.video.sampling import Sampling
+
+IMAGE_SAMPLING = ("min_pixels", "max_pixels")
+_WHOLE = ("nframes", "min_frames", "max_frames")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """A row's request for one clip; None where the run's own limits hold.
+
+    qwen-vl-utils 0.0.14 (vision_process.py) has the same keys. Its defaults for pixels are not taken over: without
+    `min_pixels` and `max_pixels` the checkpoint's processor decides. A run's own limits are never exceeded.
+
+    Attributes:
+        fps: frames per second to take.
+        nframes: frames to take, rounded to a multiple of what the model merges in time; instead of `fps`.
+        min_frames, max_frames: bounds of what `fps` gives.
+        min_pixels, max_pixels: height × width of a frame, or of an image.
+        total_pixels: of all frames, counted once for each step in time.
+        video_start, video_end: seconds; frames outside are not taken.
+        sample_fps: frames per second of a clip that is a list or a folder of frames.
+
+    Raises:
+        InputError: a value that is no number in range, or `fps` beside `nframes`.
+    """
+
+    fps: float | None = None
+    nframes: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: float | None = None
+    max_pixels: float | None = None
+    total_pixels: float | None = None
+    video_start: float | None = None
+    video_end: float | None = None
+    sample_fps: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None:
+                _check(name, value)
+        if self.fps is not None and self.nframes is not None:
+            raise InputError(f"fps={self.fps} and nframes={self.nframes}: leave one of them out")
+        if self.video_end is not None and self.video_end <= (self.video_start or 0):
+            raise InputError(f"video_end={self.video_end} must be above video_start={self.video_start or 0}")
+
+    @classmethod
+    def read(cls, outer: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> "Sampling":
+        """A clip's sampling: what is said of the clip itself over what its row says.
+
+        Raises:
+            InputError: names the row and the value.
+        """
+        inner = {name: value for name, value in inner.items() if name in CLIP_SAMPLING and value is not None}
+        outer = {name: value for name, value in outer.items() if name in CLIP_SAMPLING and value is not None}
+        if inner.keys() & {"fps", "nframes"}:
+            outer = {name: value for name, value in outer.items() if name not in ("fps", "nframes")}
+        try:
+            return cls(**{**outer, **inner})
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+
+
+def _check(name: str, value) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if name in _WHOLE and not (number and value == int(value) and value >= 1):
+        raise InputError(f"{name}={value!r} must be an integer of at least 1")
+    if not number or value < 0 or (value == 0 and name != "video_start"):
+        raise InputError(f"{name}={value!r} must be a number above 0")
+
 
 # At a rate, so that the shortest clips are not single frames: FPS_MIN_FRAMES of qwen-vl-utils, `min_frames` of
 # transformers' Qwen2VLVideoProcessor.
@@ -79,3 +149,59 @@ class FrameLimits:
         if smallest:
             height, width = smart_resize(height, width, self.side_multiple, smallest, largest)
         return capped_size(height, width, None if largest == math.inf else int(largest), self.side_multiple)
+
+
+def capped_size(height: int, width: int, max_pixels: int | None, multiple: int) -> tuple[int, int]:
+    """The (height, width) to decode a frame to.
+
+    Unchanged unless its pixels, or those of its sides rounded to `multiple`, exceed the cap.
+    """
+    if max_pixels is None:
+        return height, width
+    rounded = [round(side / multiple) * multiple for side in (height, width)]
+    if max(height * width, rounded[0] * rounded[1]) <= max_pixels:
+        return height, width
+    high, wide = smart_resize(height, width, multiple, 0, max_pixels)
+    # smart_resize keeps at least one multiple per side, which can leave an extremely long frame above the cap.
+    longest = max(multiple, max_pixels // min(high, wide) // multiple * multiple)
+    return min(high, longest), min(wide, longest)
+
+
+def smart_resize(
+    height: int,
+    width: int,
+    multiple: int,
+    min_pixels: float,
+    max_pixels: float,
+    frames: int = 1,
+    rounded_frames: int = 1,
+) -> tuple[int, int]:
+    """The (height, width) in multiples of `multiple` whose pixels lie between the bounds.
+
+    The formula of `smart_resize` in transformers' models/qwen2_vl/image_processing_qwen2_vl.py (one frame) and
+    models/qwen3_vl/video_processing_qwen3_vl.py (bounds shared by all frames).
+
+    Args:
+        frames: frames that share the bounds.
+        rounded_frames: `frames` rounded to whole temporal patches.
+    """
+    high, wide = (round(side / multiple) * multiple for side in (height, width))
+    if rounded_frames * high * wide > max_pixels:
+        shrink = math.sqrt(frames * height * width / max_pixels)
+        high, wide = (max(multiple, math.floor(side / shrink / multiple) * multiple) for side in (height, width))
+    elif rounded_frames * high * wide < min_pixels:
+        stretch = math.sqrt(min_pixels / (frames * height * width))
+        high, wide = (math.ceil(side * stretch / multiple) * multiple for side in (height, width))
+    return high, wide
+
+
+def parse_frame_size(text: str) -> tuple[int, int]:
+    """Width and height of "640x360".
+
+    Raises:
+        InputError: any other form.
+    """
+    parts = str(text).lower().replace("×", "x").split("x")
+    if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise InputError(f"frame_size={text}: write width and height in pixels, as 640x360")
+    return int(parts[0]), int(parts[1])

@@ -9,7 +9,7 @@ import torch
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, choose
 from hf_memopt.video.collator import VideoCollator
-from hf_memopt.video.frame_sizes import capped_size, parse_frame_size
+from hf_memopt.video.frame_limits import capped_size, parse_frame_size
 from hf_memopt.video.pixels import FAMILIES, Settings
 from hf_memopt.video.processor import TorchVideoProcessor, lower_shortest_edge, read_video_settings
 

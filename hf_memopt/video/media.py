@@ -13,9 +13,8 @@ from hf_memopt.video.clips import Clip, ClipOutline, outline_clip, read_clip
 from hf_memopt.video.conversations import Medium
 from hf_memopt.video.downloads import Downloads, is_url
 from hf_memopt.video.frame_cache import FrameCache
-from hf_memopt.video.frame_files import frames_in, outline_frames, read_frames
 from hf_memopt.video.frame_limits import FrameLimits
-from hf_memopt.video.images import open_image
+from hf_memopt.video.images import frames_in, open_image, outline_frames, read_frames
 from hf_memopt.video.processor import lower_shortest_edge, settings_dict
 from hf_memopt.video.video_files import BadVideo
 

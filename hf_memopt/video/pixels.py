@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hf_memopt.video.frame_sizes import smart_resize
+from hf_memopt.video.frame_limits import smart_resize
 
 _CLIP_NORMALIZATION = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],

@@ -1,15 +1,60 @@
-"""Rows as a dataset of samples, decoded when they are asked for."""
+"""Rows as a dataset of samples: decoded when they are asked for, or outlined from their files' headers alone."""
 
+import copy
+import logging
 import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+import numpy
 import torch
 
 from hf_memopt.data.columns import row_number
-from hf_memopt.data.row_places import Place
-from hf_memopt.video.bad_videos import BadVideos
+from hf_memopt.data.row_files import Place
+from hf_memopt.errors import InputError, one_line
+from hf_memopt.video.clips import Clip
+from hf_memopt.video.conversations import Medium
 from hf_memopt.video.encoder import Encoder
-from hf_memopt.video.outlines import outline_encoder
+from hf_memopt.video.images import image_size
+from hf_memopt.video.media import EncodedMedium, MediaEncoder
+from hf_memopt.video.pixels import FAMILIES
+from hf_memopt.video.processor import TorchVideoProcessor
 from hf_memopt.video.video_files import BadVideo
+
+
+class BadVideos:
+    """Bad files, listed in a text file that all processes and data loader workers of a run share.
+
+    Args:
+        path: of the list, written with its first line.
+        max_bad_videos: how many files may be skipped.
+    """
+
+    def __init__(self, path: str | Path, max_bad_videos: int = 0) -> None:
+        self.path, self.max_bad_videos = Path(path), max_bad_videos
+
+    def listed(self) -> list[str]:
+        """One line per bad file: its name and what is wrong with it."""
+        return list(dict.fromkeys(self.path.read_text(encoding="utf-8").splitlines())) if self.path.exists() else []
+
+    def skip(self, error: BadVideo) -> None:
+        """List a bad file.
+
+        Raises:
+            BadVideo: it is one more than may be skipped.
+        """
+        line = one_line(error)
+        listed = self.listed()
+        if line in listed:
+            return
+        if len(listed) >= self.max_bad_videos:
+            earlier = f"; {len(listed)} before it already reach max_bad_videos={self.max_bad_videos}" if listed else ""
+            raise BadVideo(f"{line}{earlier}. Remove it from the data, or raise max_bad_videos to skip it") from error
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        logger.warning("skipped: %s", line)
 
 
 class VideoSamples(torch.utils.data.Dataset):
@@ -97,3 +142,96 @@ class VideoSamples(torch.utils.data.Dataset):
 
     def _nothing_left(self) -> BadVideo:
         return BadVideo(f"none of the {len(self)} rows has a video that can be decoded")
+
+
+logger = logging.getLogger(__name__)
+
+
+def outline_encoder(encode: Encoder) -> Encoder:
+    """An encoder that makes of each row the sample that `encode` makes, with the pixels' shapes alone.
+
+    Raises:
+        InputError: the model's family is not one of FAMILIES, so that token counts are known from its own processor
+            alone, which needs the pixels.
+    """
+    media, processor = encode.media, copy.copy(encode.processor)
+    processor.video_processor = _shape_processor(processor.video_processor)
+    outline = copy.copy(encode)
+    shapes = OutlineEncoder(processor, media.limits, media.folder, media.downloads)
+    object.__setattr__(outline, "media", shapes)  # of a frozen dataclass
+    return outline
+
+
+def _shape_processor(processor) -> "ShapeProcessor":
+    if isinstance(processor, TorchVideoProcessor):
+        name, settings = processor.family.processor, processor.settings
+    else:
+        name, settings = type(processor).__name__, processor.to_dict()
+    model_type = next((key for key, family in FAMILIES.items() if family.processor == name), None)
+    if model_type is None:
+        raise InputError(
+            f"{name}: how many tokens a video takes is not known before it is decoded; leave packing, "
+            "max_tokens_per_batch and train_sampling_strategy out"
+        )
+    # Compression depends on the pixels; without it, tokens are an upper bound.
+    return ShapeProcessor(model_type, {**settings, "use_token_compression": False})
+
+
+class ShapeProcessor(TorchVideoProcessor):
+    """A family's video processor, for shapes alone."""
+
+    def __call__(self, videos, video_metadata, **_) -> dict[str, Any]:
+        from transformers.video_utils import VideoMetadata
+
+        (frames,), (metadata,) = videos, video_metadata
+        size = self.family.resize_steps(self.settings, len(frames), *frames.shape[-2:])[-1]
+        tensors = self.family.layout(self.settings, torch.empty(len(frames), 3, *size, device="meta"))
+        return {**tensors, "video_metadata": [VideoMetadata(**metadata)]}
+
+
+@dataclass(frozen=True)
+class _Outline(Clip):
+    """A clip whose `frames` are placeholders, as many as there are; `height` and `width` are the real ones'."""
+
+    height: int = 0
+    width: int = 0
+
+
+@dataclass(frozen=True)
+class OutlineEncoder(MediaEncoder):
+    """A MediaEncoder that reads headers."""
+
+    images: dict[tuple[int, int], EncodedMedium] = field(default_factory=dict)
+
+    def decode(self, medium: Medium) -> Clip | EncodedMedium:
+        if medium.kind == "image":
+            return self._image(medium)
+        outline = self.outline(medium)
+        indices = numpy.linspace(0, outline.total - 1, outline.frames).round().astype(int).tolist()
+        seconds = tuple(index / outline.rate for index in indices)
+        counted = numpy.zeros(outline.frames, numpy.uint8)
+        size = outline.height, outline.width
+        return _Outline(counted, tuple(indices), seconds, outline.total, outline.total / outline.rate, *size)
+
+    def encode(self, decoded: Clip | EncodedMedium, max_frames: int | None) -> EncodedMedium:
+        if isinstance(decoded, EncodedMedium):
+            return decoded
+        clip = decoded.thinned(max_frames, self.temporal_patch_size)
+        shape = (len(clip.frames), 3, clip.height, clip.width)
+        blank = numpy.lib.stride_tricks.as_strided(numpy.zeros(1, numpy.uint8), shape, (0, 0, 0, 0))  # takes one byte
+        return self._encode_clip(replace(clip, frames=blank))
+
+    def _image(self, medium: Medium) -> EncodedMedium:
+        """A blank image of the same size: its text depends on nothing else."""
+        from PIL import Image
+
+        height, width = image_size(self.open_source(medium.source))
+        size = self._frame_limits(medium, self.limits.max_frames).frame_size(height, width, 1)
+        if size not in self.images:
+            encoded = self._process("image", 0, images=[Image.new("RGB", size[::-1])])
+            shapes = {
+                name: value.to("meta") if value.is_floating_point() else value
+                for name, value in encoded.tensors.items()
+            }
+            self.images[size] = replace(encoded, tensors=shapes)
+        return self.images[size]

@@ -24,8 +24,7 @@ from hf_memopt.estimator.accounting.work import Kernel
 from hf_memopt.files import write_json
 from hf_memopt.hardware import get_hardware, list_hardware, measured
 from hf_memopt.hardware.constants import TABLE, assumed
-from hf_memopt.hardware.measurable import MEASURABLE
-from hf_memopt.hardware.measured import constant, device_path, measured_on, read_device_file, versions_here
+from hf_memopt.hardware.measured import MEASURABLE, constant, device_path, measured_on, read_device_file, versions_here
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.cost import times
 from hf_memopt.planner.profiles import Plan

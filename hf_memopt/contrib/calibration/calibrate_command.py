@@ -11,7 +11,7 @@ from hf_memopt.cli.output import print_json, print_table, working
 from hf_memopt.contrib.calibration.measurements import predicted_reserved, trained
 from hf_memopt.contrib.calibration.session import Session, export_path
 from hf_memopt.hardware.constants import TABLE, assumed
-from hf_memopt.hardware.measurable import MEASURABLE, show_value
+from hf_memopt.hardware.measured import MEASURABLE, show_value
 from hf_memopt.units import GIB
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it

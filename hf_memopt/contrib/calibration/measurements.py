@@ -10,8 +10,7 @@ from hf_memopt.contrib.calibration import device as on_device
 from hf_memopt.contrib.calibration.processes import Processes
 from hf_memopt.contrib.calibration.training import Setting, predict, train
 from hf_memopt.hardware import Hardware
-from hf_memopt.hardware.measurable import MEASURABLE
-from hf_memopt.hardware.measured import SWITCH, constant
+from hf_memopt.hardware.measured import MEASURABLE, SWITCH, constant
 from hf_memopt.units import MIB
 
 _CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}

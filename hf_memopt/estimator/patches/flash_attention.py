@@ -17,7 +17,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.flash_kernels import BACKWARD, Attention, check_call, round_up
 from hf_memopt.estimator.patches.flex_attention import own_attention
 from hf_memopt.estimator.private_names import Part
-from hf_memopt.hardware.attention import FLASH, FlashAttention, flash_attention
+from hf_memopt.hardware.attention_kernels import FLASH, FlashAttention, flash_attention
 
 _aten = torch.ops.aten
 _UTILS = "transformers.modeling_flash_attention_utils"

@@ -41,7 +41,7 @@ from hf_memopt.estimator.tracing.segments import announce_held, announce_layers,
 from hf_memopt.estimator.tracing.traced_arguments import make_arguments
 from hf_memopt.estimator.tracing.traced_trainer import make_collator, make_trainer
 from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
-from hf_memopt.hardware.attention import flash_attention
+from hf_memopt.hardware.attention_kernels import flash_attention
 from hf_memopt.levers.activation_offload import Offloader
 from hf_memopt.levers.answer_logits import nothing_but_loss
 from hf_memopt.levers.weight_streaming import Streamer, streamer_of
