@@ -23,7 +23,9 @@ class Understood(BaseException):
 def understood(monkeypatch):
     """The job that a command line stands for, without the libraries that would predict it."""
 
-    check_words = argument_check.check_words
+    from hf_memopt.cli import words
+
+    check_words = words.check_words
 
     def judged(spec, *methods):
         raise Understood(check_words(spec, *methods))

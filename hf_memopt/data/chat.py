@@ -1,4 +1,4 @@
-"""Conversations of text: a model's chat template with the spans of its answers, and rows in the forms that TRL takes."""
+"""Conversations of text: a chat template with the spans of its answers, and rows in the forms that TRL takes."""
 
 import itertools
 import json

@@ -243,10 +243,10 @@ def model_class(config) -> type | None:
     return kind
 
 
-# Settings of published checkpoints, for estimates that read no files of the checkpoint. A file has the name of a bundled
-# architecture, and says what the file at its `source` says of videos: video_preprocessor_config.json of the checkpoint,
-# or preprocessor_config.json where it has no other. The class defaults of transformers are no substitute: Qwen2.5-VL's
-# allow a frame of 0.6 megapixels, its checkpoints one of 12.8.
+# Settings of published checkpoints, for estimates that read no files of the checkpoint. A file has the name of a
+# bundled architecture, and says what the file at its `source` says of videos: video_preprocessor_config.json of the
+# checkpoint, or preprocessor_config.json where it has no other. The class defaults of transformers are no substitute:
+# Qwen2.5-VL's allow a frame of 0.6 megapixels, its checkpoints one of 12.8.
 _FOLDER = Path(__file__).parent / "preprocessors"
 
 

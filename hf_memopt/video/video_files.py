@@ -1,4 +1,4 @@
-"""Video files opened with PyAV: streams, packets, frames with their times, and the errors of files that do not decode."""
+"""Video files opened with PyAV: streams, packets, frames with their times, and errors of files that do not decode."""
 
 import errno
 import io
