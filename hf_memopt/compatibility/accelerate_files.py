@@ -122,12 +122,6 @@ def _names(sagemaker: bool) -> dict[str, list[str]]:
     return {name: [str(item.value) for item in enum] for name, enum in enums.items()}
 
 
-def _unknown_value(place: str, value: Any, known: list[str]) -> str:
-    close = misspelling(str(value), known)
-    hint = f"did you mean {close!r}? " if close else ""
-    return f"{place}={brief(value)} is unknown: {hint}valid are {', '.join(known)}"
-
-
 def _unread_keys(content: Mapping[str, Any], options: set[str]) -> Iterator[Finding]:
     """Keys of sections that become no option of the launcher."""
     for section in _SECTIONS:
@@ -228,7 +222,9 @@ def _said(content: Mapping[str, Any], keys: Keys, error: Exception, choices: Map
     option = prefix + str(keys[-1]).removeprefix(prefix)
     known = [str(name) for name in getattr(constants, option.upper(), choices.get(option, ()))]
     if known and str(value).upper() not in (name.upper() for name in known):
-        return _unknown_value(place, value, known)
+        close = misspelling(str(value), known)
+        hint = f"did you mean {close!r}? " if close else ""
+        return f"{place}={brief(value)} is unknown: {hint}valid are {', '.join(known)}"
     if str(error).startswith("invalid truth value"):
         return f"{place}={brief(value)} must be true or false"
     said = f"accelerate refuses it: {one_line(error)}"

@@ -38,7 +38,14 @@ def examine_deepspeed(config: Mapping[str, Any]) -> Iterator[Finding]:
         return
     yield from (finding for finding in _unread(config, known) if finding.keys not in seen)
     if not refused:
-        yield from _notes(config)
+        zero = value_at(config, ZERO)
+        if zero is None:
+            text = (
+                "accelerate, and so the Trainer, refuses a DeepSpeed configuration without zero_optimization: add it"
+            )
+            yield Finding((), text, Effect.NOTED)
+        for keys, text in (*_of_stage(zero or {}), *_automatic(config), *_renamed(zero or {}), *_of_trainers(config)):
+            yield Finding(keys, text, Effect.NOTED)
 
 
 def _nvme_without_path(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -72,15 +79,6 @@ def _unread_key(keys: tuple[str, ...], value: Any, known: set[str]) -> Finding:
     if inner:
         return Finding(keys, f"{text}: write {' and '.join(inner)} at the top, without it", Effect.ACCEPTED)
     return Finding(keys, f"{'.'.join(keys)}: DeepSpeed reads no such key", Effect.NOTED)
-
-
-def _notes(config: Mapping[str, Any]) -> Iterator[Finding]:
-    zero = value_at(config, ZERO)
-    if zero is None:
-        text = "accelerate, and so the Trainer, refuses a DeepSpeed configuration without zero_optimization: add it"
-        yield Finding((), text, Effect.NOTED)
-    for keys, text in (*_of_stage(zero or {}), *_automatic(config), *_renamed(zero or {}), *_of_trainers(config)):
-        yield Finding(keys, text, Effect.NOTED)
 
 
 def _of_stage(zero: Mapping[str, Any]) -> Iterator[tuple]:

@@ -61,7 +61,11 @@ def _make(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = _tokenizer()
+    from hf_memopt.data.embedded import documents
+
+    special = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer = train_tokenizer(documents(), VOCABULARY, special, MAX_POSITIONS)
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -79,15 +83,6 @@ def _make(folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def _tokenizer():
-    from hf_memopt.data.embedded import documents
-
-    special = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    tokenizer = train_tokenizer(documents(), VOCABULARY, special, MAX_POSITIONS)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, special_tokens: list[str], length: int):

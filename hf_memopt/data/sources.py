@@ -73,7 +73,8 @@ def load_rows(
     else:
         form = _columns(rows, source, with_media)
         unused = find_unused(_column_names(rows, source), form, with_media)
-    _warn_unused(unused, source)
+    if unused:
+        say_once("data set %r: columns not used: %s", str(source), ", ".join(unused))
     if keep is not None:
         rows, test = keep([rows, test], form)
     if streaming:
@@ -122,11 +123,6 @@ def without_columns(rows, ignore: Sequence[str], source):
         if name not in names:
             raise choose("column of ignore_columns", name, names)
     return rows.remove_columns(list(ignore))
-
-
-def _warn_unused(unused: list[str], source) -> None:
-    if unused:
-        say_once("data set %r: columns not used: %s", str(source), ", ".join(unused))
 
 
 def say_once(message: str, *values) -> None:

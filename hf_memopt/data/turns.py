@@ -30,7 +30,11 @@ def read_messages(row: dict, form: str, where: str) -> list[dict]:
         raise InputError(f"{where}: {form} is empty: give it a question and an answer, or remove the row")
     messages = [_message(turn, where) for turn in turns]
     _check_turns(messages, where, with_media=not all(is_empty(row.get(name)) for name in MEDIA))
-    system = _system(row, where)
+    given = [name for name in SYSTEM if not is_empty(row.get(name))]
+    texts = {read_text(row, name, where, may_be_blank=True).strip(): row[name] for name in given}
+    if len(texts) > 1:
+        raise InputError(f"{where}: the columns {' and '.join(SYSTEM)} differ")
+    system = next(iter(texts.values()), None)
     if not system:
         return messages
     if not messages or messages[0]["role"] != "system":
@@ -143,14 +147,6 @@ def read_text(row: dict, name: str, where: str, may_be_blank: bool = False) -> s
 
 def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
-
-
-def _system(row: dict, where: str) -> str | None:
-    given = [name for name in SYSTEM if not is_empty(row.get(name))]
-    texts = {read_text(row, name, where, may_be_blank=True).strip(): row[name] for name in given}
-    if len(texts) > 1:
-        raise InputError(f"{where}: the columns {' and '.join(SYSTEM)} differ")
-    return next(iter(texts.values()), None)
 
 
 def _message(turn, where: str) -> dict:

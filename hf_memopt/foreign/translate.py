@@ -254,7 +254,11 @@ def _set(result: Translation, row: Row, key: str, value: Any, folder: Path, give
         return
     target = result.run if row.effect == "none" else result.fields
     for name, setting in [*([(row.to.replace("*", key), ours)] if row.to else []), *row.also.items()]:
-        _put(target, name, setting)
+        # Set a field of ours, or add to one whose name ends with +.
+        if not name.endswith("+"):
+            target[name] = setting
+        elif (present := target.get(name[:-1])) != "all-linear":
+            target[name[:-1]] = [*(present or []), *(setting if isinstance(setting, list) else [setting])]
     if row.effect == "approximated":
         result.approximated.append(Remark(key, value, row.why))
     elif given and row.effect == "none":
@@ -264,11 +268,3 @@ def _set(result: Translation, row: Row, key: str, value: Any, folder: Path, give
     changed = row.effect == "none" and as_text(ours) != as_text(value)
     if given and row.effect in ("none", "approximated") and (changed or not (row.to or row.also)):
         result.unwritten.append(key)
-
-
-def _put(target: dict[str, Any], name: str, value: Any) -> None:
-    """Set a field of ours, or add to one whose name ends with +."""
-    if not name.endswith("+"):
-        target[name] = value
-    elif (present := target.get(name[:-1])) != "all-linear":
-        target[name[:-1]] = [*(present or []), *(value if isinstance(value, list) else [value])]

@@ -62,6 +62,8 @@ def _cuda(properties, hip: str | None) -> Hardware:
     architecture = properties.gcnArchName.split(":")[0] if hip else f"{properties.major}.{properties.minor}"
     # gfx9 from gfx90a on (MI200, MI300) and gfx11 on (RDNA 3, 4) have bf16 matrix instructions.
     native = bool(re.match(r"gfx(90a|94|95|11|12)", architecture)) if hip else float(architecture) >= 8.0
+    # Bytes/s from clock (kHz) and bus width (bits), two transfers a clock; None where the driver tells neither.
+    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
     return _generic(
         properties.name,
         vendor="amd" if hip else "nvidia",
@@ -70,7 +72,7 @@ def _cuda(properties, hip: str | None) -> Hardware:
         native_bf16=native,
         fp8=bool(re.match(r"gfx(94|95|12)", architecture)) if hip else float(architecture) >= 8.9,
         architecture=architecture,
-        bandwidth=_bus_bandwidth(properties),
+        bandwidth=2 * clock * 1000 * width / 8 if clock and width else None,
         unified_memory=bool(getattr(properties, "is_integrated", False)),
     )
 
@@ -83,12 +85,6 @@ def _known(properties, backend: str) -> Hardware | None:
         if device.backend == backend and named and _same_memory(properties.total_memory, device.nominal_memory):
             return device
     return None
-
-
-def _bus_bandwidth(properties) -> float | None:
-    """Bytes/s from clock (kHz) and bus width (bits), two transfers a clock; None where the driver tells neither."""
-    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
-    return 2 * clock * 1000 * width / 8 if clock and width else None
 
 
 def _xpu(properties) -> Hardware:

@@ -99,7 +99,8 @@ def candidates(name: str, devices: Mapping) -> list[str]:
         found = _containing(words, devices)
     if "apple" not in words and not any(word.isdecimal() for word in words):  # "jetson": none is nearer than another
         return sorted(found)
-    distances = {key: _distance(tokens(key) - words) for key in found}
+    # The distance of a name from a device's; a size left out counts less than a "Ti" or "Laptop".
+    distances = {key: sum(0.5 if token.endswith("gb") else 1 for token in (tokens(key) - words)) for key in found}
     return sorted(key for key, distance in distances.items() if distance == min(distances.values()))
 
 
@@ -169,17 +170,15 @@ def _words(name: str) -> frozenset[str]:
 
 def _containing(words: frozenset[str], devices: Mapping) -> list[str]:
     """The devices whose name, label and memory have all words; a plural's s is no word."""
-    found = [key for key, device in devices.items() if words and words <= _all_tokens(key, device)]
+    found = [
+        key for key, device in devices.items() if words and words <= _tokens_of(key, device.label, _size_of(device))
+    ]
     return found if found or "s" not in words else _containing(words - {"s"}, devices)
 
 
 @functools.cache
 def _tokens_of(key: str, label: str, size: int) -> frozenset[str]:
     return tokens(f"{key} {label}") | {f"{size}gb"}
-
-
-def _all_tokens(key: str, device) -> frozenset[str]:
-    return _tokens_of(key, device.label, _size_of(device))
 
 
 def _size_of(device) -> int:
@@ -238,8 +237,3 @@ def _no_such(name: str, devices: Mapping) -> str:
 
 def _is_size(token: str) -> bool:
     return bool(re.fullmatch(r"\d+gb", token))
-
-
-def _distance(missing: frozenset[str]) -> float:
-    """The distance of a name from a device's; a size left out counts less than a "Ti" or "Laptop"."""
-    return sum(0.5 if token.endswith("gb") else 1 for token in missing)

@@ -169,22 +169,18 @@ def _newest(name: str, label: str, folder: str) -> DeviceFile | None:
             continue
         if file.rehearsal or not file.constants or (file.device["name"], file.device["label"]) != (name, label):
             continue
-        different = _different_versions(file)
+        versions = versions_here()
+        named = dict(file._named_versions())
+        different = ", ".join(
+            f"{named[key]} {file.versions[key]} (here {versions[key]})"
+            for key in VERSIONS
+            if versions[key] and file.versions.get(key) and versions[key] != file.versions[key]
+        )
         (stale if different else counting).append((file, path, different))
     if stale and not counting:
         _, path, different = stale[-1]
         logger.warning("%s was measured with %s: ignored; run hf-memopt calibrate again", path, different)
     return max((file for file, *_ in counting), key=lambda file: file.date, default=None)
-
-
-def _different_versions(file: DeviceFile) -> str:
-    versions = versions_here()
-    named = dict(file._named_versions())
-    return ", ".join(
-        f"{named[key]} {file.versions[key]} (here {versions[key]})"
-        for key in VERSIONS
-        if versions[key] and file.versions.get(key) and versions[key] != file.versions[key]
-    )
 
 
 @functools.cache

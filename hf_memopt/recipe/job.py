@@ -158,7 +158,9 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     job.profile = _profile_changes(job, parsed, unchanged)
     if job.args.device.type == "cpu" and _needs_deepspeed_now(job):
         with quick_cpu_info(job.args):
-            _start_deepspeed()
+            import deepspeed
+
+            deepspeed.init_distributed("gloo", verbose=False)
     output = Path(job.args.output_dir)
     job.new_folders = [folder for folder in (output, *output.parents) if not folder.exists()]
     if job.args.process_index == 0:
@@ -171,7 +173,11 @@ def _resolve_preset(parsed: Parsed, recipe: RecipeArguments, engine: Engine) -> 
     preset = get_preset(recipe.preset, recipe.method, _mesh_strategy(recipe, engine))
     if not engine.plain and preset.strategy != engine.strategy:  # by --deepspeed or --fsdp: as if launched so
         preset = with_strategy(preset, engine.strategy)
-    changed = _with_batch(preset, parsed.profile)
+    # The preset with a profile's batch in the place of its own: a default as that is, which any argument changes.
+    names = {"micro_batch_size": "per_device_train_batch_size", "effective_batch_size": "effective_batch_size"}
+    changed = replace(
+        preset, **{name: parsed.profile[field] for name, field in names.items() if field in parsed.profile}
+    )
     if recipe.dtype:
         changed = replace(changed, dtype=recipe.dtype)
     if recipe.max_length:
@@ -184,12 +190,6 @@ def _keep_token_out_of_files(args) -> None:
     uploads that file too. huggingface_hub reads the token from the environment as well."""
     if args.hub_token:
         os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
-
-
-def _with_batch(preset: Preset, profile: dict[str, Any]) -> Preset:
-    """The preset with a profile's batch in the place of its own: a default as that is, which any argument changes."""
-    names = {"micro_batch_size": "per_device_train_batch_size", "effective_batch_size": "effective_batch_size"}
-    return replace(preset, **{name: profile[field] for name, field in names.items() if field in profile})
 
 
 def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
@@ -228,12 +228,6 @@ def _needs_deepspeed_now(job: Job) -> bool:
     if job.args.deepspeed_plugin is None:
         return False
     return job.preset.sequence_parallel > 1 or (world_size() > 1 and chosen_by_launcher() is None)
-
-
-def _start_deepspeed() -> None:
-    import deepspeed
-
-    deepspeed.init_distributed("gloo", verbose=False)
 
 
 def _mesh_strategy(recipe: RecipeArguments, engine: Engine) -> str | None:

@@ -43,32 +43,25 @@ class RolloutArguments(RecipeArguments):
             logger.warning(
                 "no plan for GRPO: the sizes are those of the preset %s; hf-memopt plan --task grpo", job.preset.name
             )
-        return _whole_groups(job, training)
-
-
-def _whole_groups(job: Job, training: dict) -> dict:
-    """Fields of GRPOConfig whose defaults would leave a batch with a part of a prompt's completions, which it refuses.
-
-    Args:
-        training: the fields so far.
-    """
-    config_class = trl_class("GRPOConfig")
-    usual = {field.name: field.default for field in fields(config_class)}
-    sizes = usual | resolve(job.preset, world_size(), training, config_class)
-    together = sizes["per_device_train_batch_size"] * world_size()
-    batch = sizes["generation_batch_size"] or together * (
-        sizes["steps_per_generation"] or sizes["gradient_accumulation_steps"]
-    )
-    changed, group = {}, sizes["num_generations"]
-    smaller = [count for count in range(2, group) if batch % count == 0]
-    if batch % group and smaller and "num_generations" not in job.given:
-        changed["num_generations"] = group = smaller[-1]
-        say_once("note: num_generations: %d, which divide the batch of %d completions", group, batch)
-    group = sizes["num_generations_eval"] or group
-    evaluated = sizes["per_device_eval_batch_size"] * world_size()
-    if training["eval_strategy"] != "no" and evaluated % group and "per_device_eval_batch_size" not in job.given:
-        changed["per_device_eval_batch_size"] = group  # whole groups, on any number of processes
-    return changed
+        # Fields of GRPOConfig whose defaults would leave a batch with a part of a prompt's completions, which it
+        # refuses.
+        config_class = trl_class("GRPOConfig")
+        usual = {field.name: field.default for field in fields(config_class)}
+        sizes = usual | resolve(job.preset, world_size(), training, config_class)
+        together = sizes["per_device_train_batch_size"] * world_size()
+        batch = sizes["generation_batch_size"] or together * (
+            sizes["steps_per_generation"] or sizes["gradient_accumulation_steps"]
+        )
+        changed, group = {}, sizes["num_generations"]
+        smaller = [count for count in range(2, group) if batch % count == 0]
+        if batch % group and smaller and "num_generations" not in job.given:
+            changed["num_generations"] = group = smaller[-1]
+            say_once("note: num_generations: %d, which divide the batch of %d completions", group, batch)
+        group = sizes["num_generations_eval"] or group
+        evaluated = sizes["per_device_eval_batch_size"] * world_size()
+        if training["eval_strategy"] != "no" and evaluated % group and "per_device_eval_batch_size" not in job.given:
+            changed["per_device_eval_batch_size"] = group  # whole groups, on any number of processes
+        return changed
 
 
 def load_prompts(job: Job):

@@ -49,7 +49,15 @@ def announce(job: Job, trainer, length: int, details: Sequence[tuple[str, str]] 
     Raises:
         InputError: dataloader_drop_last drops every row.
     """
-    _check_batches(job, trainer)
+    # The Trainer (transformers 5.23) runs no step of an empty loader, and ends as if it had trained.
+    data = trainer.train_dataset
+    if job.args.dataloader_drop_last and hasattr(data, "__len__") and not len(trainer.get_train_dataloader()):
+        remove_new_folders(job)
+        raise InputError(
+            f"dataloader_drop_last drops all of the {len(data)} rows, fewer than the batch of "
+            f"{job.args.per_device_train_batch_size} × {trainer.batches}: leave it out, or lower "
+            "per_device_train_batch_size"
+        )
     if job.args.process_index:
         return None
     if job.recipe.dry_run:
@@ -71,18 +79,6 @@ def announce(job: Job, trainer, length: int, details: Sequence[tuple[str, str]] 
     return estimate
 
 
-def _check_batches(job: Job, trainer) -> None:
-    """The Trainer (transformers 5.23) runs no step of an empty loader, and ends as if it had trained."""
-    data = trainer.train_dataset
-    if job.args.dataloader_drop_last and hasattr(data, "__len__") and not len(trainer.get_train_dataloader()):
-        remove_new_folders(job)
-        raise InputError(
-            f"dataloader_drop_last drops all of the {len(data)} rows, fewer than the batch of "
-            f"{job.args.per_device_train_batch_size} × {trainer.batches}: leave it out, or lower "
-            "per_device_train_batch_size"
-        )
-
-
 def _describe_job(job: Job, trainer, length: int) -> list[tuple[str, str]]:
     """Rows about the preset, engine, batch, model, precision and data."""
     args, preset, model = job.args, job.preset, trainer.model
@@ -101,6 +97,7 @@ def _describe_job(job: Job, trainer, length: int) -> list[tuple[str, str]]:
         rows.append(("profile", job.profile))
     if job.planned is not None:
         rows.append(("plan", job.planned.summary))
+    left_out = f", {job.bad_rows.count} left out" if job.bad_rows.count else ""
     return [
         *rows,
         ("engine", _describe_engine(job)),
@@ -111,13 +108,8 @@ def _describe_job(job: Job, trainer, length: int) -> list[tuple[str, str]]:
             f"weights {preset.dtype}, compute {preset.precision}, optimizer {optimizer}, "
             f"attention {model.config._attn_implementation}",
         ),
-        ("data", _describe_data(job, trainer)),
+        ("data", f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out{left_out}"),
     ]
-
-
-def _describe_data(job: Job, trainer) -> str:
-    left_out = f", {job.bad_rows.count} left out" if job.bad_rows.count else ""
-    return f"{_rows(trainer.train_dataset)} training, {_rows(trainer.eval_dataset)} held out{left_out}"
 
 
 def _describe_engine(job: Job) -> str:
@@ -366,7 +358,9 @@ def sample(job: Job, trainer) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     print("samples, of rows held out: the beginning → what the model adds")
     for row in held_out.take(job.recipe.samples):
-        prompt = torch.tensor([_prompt(row)], device=model.device)
+        # The masked question of a fine-tuning row, or the first tokens of a text.
+        masked = next((index for index, label in enumerate(row["labels"]) if label != IGNORED), 0)
+        prompt = torch.tensor([list(row["input_ids"][: masked or 16])], device=model.device)
         with torch.no_grad():
             ids = model.generate(
                 input_ids=prompt,
@@ -380,12 +374,6 @@ def sample(job: Job, trainer) -> None:
         question = tokenizer.decode(prompt[0], skip_special_tokens=True).strip()
         reply = tokenizer.decode(ids[prompt.shape[1] :], skip_special_tokens=True).strip()
         print(f"  {' '.join(question.split())!r} → {' '.join(reply.split())!r}")
-
-
-def _prompt(row: dict, tokens: int = 16) -> list[int]:
-    """The masked question of a fine-tuning row, or the first tokens of a text."""
-    masked = next((index for index, label in enumerate(row["labels"]) if label != IGNORED), 0)
-    return list(row["input_ids"][: masked or tokens])
 
 
 def _print_table(measured: dict[str, int], limit, same_batch, batch: PeakBatch | None) -> None:

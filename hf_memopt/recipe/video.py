@@ -212,7 +212,11 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
         raise InputError("streaming: videos are read one by one anyway; leave it out")
     source = recipe.dataset_name or str(moving_shapes())
     limits = Limits(recipe.max_frames, recipe.video_fps, recipe.max_pixels_per_frame, recipe.max_video_tokens, length)
-    encode = Encoder(processor, limits, _folder(recipe.media_folder, source), _downloads(job), _frame_cache(job))
+    path = Path(source).expanduser()
+    folder = Path(recipe.media_folder).expanduser() if recipe.media_folder else path.parent if path.is_file() else path
+    if recipe.media_folder and not folder.is_dir():
+        raise InputError(f"media_folder={recipe.media_folder}: no such folder")
+    encode = Encoder(processor, limits, folder if folder.is_dir() else Path(), _downloads(job), _frame_cache(job))
     with job.args.main_process_first(desc="preparing data"):
         *parts, _ = load_job_rows(job, source, lambda *rows: encode.check, with_media=True)
     bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)
@@ -228,14 +232,6 @@ def _downloads(job: Job) -> Downloads | None:
 def _frame_cache(job: Job) -> FrameCache | None:
     largest = job.recipe.frame_cache_gib
     return None if largest is None else FrameCache(Path(job.args.output_dir) / "frame_cache", largest)
-
-
-def _folder(media_folder: str | None, source: str) -> Path:
-    path = Path(source).expanduser()
-    folder = Path(media_folder).expanduser() if media_folder else path.parent if path.is_file() else path
-    if media_folder and not folder.is_dir():
-        raise InputError(f"media_folder={media_folder}: no such folder")
-    return folder if folder.is_dir() else Path()
 
 
 def largest_sample(samples: VideoSamples) -> dict[str, torch.Tensor]:

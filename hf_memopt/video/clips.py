@@ -127,18 +127,14 @@ def outline_clip(source: VideoSource, limits: FrameLimits) -> ClipOutline:
             stream = video_stream(container, source)
             rate = average_rate(stream)
             total, seconds = header_length(container, stream, rate) or packet_length(container, stream, rate)
-            share = _segment_seconds(seconds, limits) / seconds
+            # Of so many seconds, those between `video_start` and `video_end`.
+            start, end = limits.sampling.video_start or 0.0, limits.sampling.video_end
+            share = max(0.0, min(seconds if end is None else end, seconds) - start) / seconds
             total = max(1, round(total * share))
             count = limits.count(total, seconds * share)
             return ClipOutline(count, *limits.frame_size(stream.height, stream.width, count), total, rate)
     except DECODING_ERRORS as error:
         raise unreadable(source, error) from error
-
-
-def _segment_seconds(seconds: float, limits: FrameLimits) -> float:
-    """Of so many seconds, those between `video_start` and `video_end`."""
-    start, end = limits.sampling.video_start or 0.0, limits.sampling.video_end
-    return max(0.0, min(seconds if end is None else end, seconds) - start)
 
 
 def segment(source: VideoSource, times: FrameTimes, limits: FrameLimits) -> FrameTimes:

@@ -39,7 +39,9 @@ def _make(folder: Path) -> None:
     import torch
     from transformers import AutoModelForImageTextToText
 
-    tokenizer = _tokenizer()
+    # A tokenizer that is trained on all answers.
+    texts = [f"{QUESTION}\nfirst {first} then {second}" for first in COLOURS for second in COLOURS]
+    tokenizer = train_tokenizer(texts, 400, list(_SPECIAL_TOKENS), 4096)
     tokenizer.save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -93,12 +95,6 @@ def _config(tokenizer):
         vision_start_token_id=token_id("<|vision_start|>"),
         vision_end_token_id=token_id("<|vision_end|>"),
     )
-
-
-def _tokenizer():
-    """A tokenizer that is trained on all answers."""
-    texts = [f"{QUESTION}\nfirst {first} then {second}" for first in COLOURS for second in COLOURS]
-    return train_tokenizer(texts, 400, list(_SPECIAL_TOKENS), 4096)
 
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 80, 230), "yellow": (230, 220, 40)}

@@ -52,7 +52,9 @@ class FrameCache:
         Raises:
             BadVideo, InputError: as read_clip().
         """
-        path = self.folder / f"{_key(source, limits)}.npz"
+        status = source.stat()
+        about = (_VERSION, str(source.resolve()), status.st_size, status.st_mtime_ns, limits)
+        path = self.folder / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:32]}.npz"
         clip = _load(path)
         if clip is None:
             clip = read_clip(source, limits)
@@ -85,12 +87,6 @@ class FrameCache:
                 return
             path.unlink(missing_ok=True)
             excess -= bytes_
-
-
-def _key(source: Path, limits: FrameLimits) -> str:
-    status = source.stat()
-    about = (_VERSION, str(source.resolve()), status.st_size, status.st_mtime_ns, limits)
-    return hashlib.sha256(repr(about).encode()).hexdigest()[:32]
 
 
 def _load(path: Path) -> Clip | None:

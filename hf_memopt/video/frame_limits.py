@@ -46,7 +46,11 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None:
-                _check(name, value)
+                number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+                if name in _WHOLE and not (number and value == int(value) and value >= 1):
+                    raise InputError(f"{name}={value!r} must be an integer of at least 1")
+                if not number or value < 0 or (value == 0 and name != "video_start"):
+                    raise InputError(f"{name}={value!r} must be a number above 0")
         if self.fps is not None and self.nframes is not None:
             raise InputError(f"fps={self.fps} and nframes={self.nframes}: leave one of them out")
         if self.video_end is not None and self.video_end <= (self.video_start or 0):
@@ -67,14 +71,6 @@ class Sampling:
             return cls(**{**outer, **inner})
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
-
-
-def _check(name: str, value) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if name in _WHOLE and not (number and value == int(value) and value >= 1):
-        raise InputError(f"{name}={value!r} must be an integer of at least 1")
-    if not number or value < 0 or (value == 0 and name != "video_start"):
-        raise InputError(f"{name}={value!r} must be a number above 0")
 
 
 # At a rate, so that the shortest clips are not single frames: FPS_MIN_FRAMES of qwen-vl-utils, `min_frames` of

@@ -59,7 +59,16 @@ def train_parts(model, peft_config, frozen: tuple[str, ...]):
         return model
     if peft_config.exclude_modules is None:
         peft_config = copy.copy(peft_config)
-        peft_config.exclude_modules = _not_adapted(model, frozen)
+        # LoraConfig's `exclude_modules` for the frozen parts; None where nothing is frozen.
+        tower, projectors = vision_parts(model)
+        patterns = []
+        if "vision" in frozen and tower:
+            inside = [name.removeprefix(f"{tower}.") for name in projectors if name.startswith(f"{tower}.")]
+            except_projector = f"(?!{'|'.join(map(re.escape, inside))})" if inside else ""
+            patterns.append(rf"{re.escape(tower)}\.{except_projector}.*")
+        if "projector" in frozen:
+            patterns += [rf"{re.escape(name)}(\..*)?" for name in projectors]
+        peft_config.exclude_modules = "|".join(patterns) or None
     return add_adapters(model, peft_config)
 
 
@@ -79,19 +88,6 @@ def _freeze(model, frozen: tuple[str, ...]) -> None:
 def _no_embeddings() -> None:
     """get_input_embeddings() of a frozen tower: enable_input_require_grads() would hook the real ones, and the tower
     would store activations for a backward pass without effect."""
-
-
-def _not_adapted(model, frozen: tuple[str, ...]) -> str | None:
-    """LoraConfig's `exclude_modules` for the frozen parts; None where nothing is frozen."""
-    tower, projectors = vision_parts(model)
-    patterns = []
-    if "vision" in frozen and tower:
-        inside = [name.removeprefix(f"{tower}.") for name in projectors if name.startswith(f"{tower}.")]
-        except_projector = f"(?!{'|'.join(map(re.escape, inside))})" if inside else ""
-        patterns.append(rf"{re.escape(tower)}\.{except_projector}.*")
-    if "projector" in frozen:
-        patterns += [rf"{re.escape(name)}(\..*)?" for name in projectors]
-    return "|".join(patterns) or None
 
 
 def not_quantized(config, auto) -> list[str]:

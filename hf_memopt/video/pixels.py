@@ -62,14 +62,10 @@ def prepare_frames(family: Family, settings: Settings, frames: torch.Tensor) -> 
     for size in family.resize_steps(settings, len(frames), *frames.shape[-2:]):
         if tuple(frames.shape[-2:]) != size:
             frames = functional.interpolate(frames, size=size, mode=_FILTERS[settings["resample"]], antialias=True)
-    return family.layout(settings, _normalize(settings, frames))
-
-
-def _normalize(settings: Settings, frames: torch.Tensor) -> torch.Tensor:
-    """(frames × factor − mean) ÷ std, in the order of operations of transformers, for equal bits."""
+    # (frames × factor − mean) ÷ std, in the order of operations of transformers, for equal bits.
     scale = 1.0 / settings.get("rescale_factor", 1 / 255)
     mean, std = (torch.tensor(settings[name]).view(-1, 1, 1) * scale for name in ("image_mean", "image_std"))
-    return frames.to(torch.float32).sub_(mean).div_(std)
+    return family.layout(settings, frames.to(torch.float32).sub_(mean).div_(std))
 
 
 def _bounds(settings: Settings) -> tuple[int, int, int]:

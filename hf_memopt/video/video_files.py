@@ -243,14 +243,10 @@ def choose_frames(times: FrameTimes, limits: FrameLimits) -> list[int]:
     count = limits.count(total, times.duration)
     if times.step is not None:
         return numpy.linspace(0, total - 1, count).round().astype(int).tolist()
-    return _evenly_in_time(times.seconds, count)
-
-
-def _evenly_in_time(seconds: list[float], count: int) -> list[int]:
-    """The frame on screen at each of `count` evenly spaced times, no frame twice."""
+    # The frame on screen at each of `count` evenly spaced times, no frame twice.
     chosen: list[int] = []
-    for number, second in enumerate(numpy.linspace(seconds[0], seconds[-1], count)):
-        shown = bisect_right(seconds, second + 1e-9) - 1
+    for number, second in enumerate(numpy.linspace(times.seconds[0], times.seconds[-1], count)):
+        shown = bisect_right(times.seconds, second + 1e-9) - 1
         earliest = chosen[-1] + 1 if chosen else 0
-        chosen.append(min(max(shown, earliest), len(seconds) - (count - number)))
+        chosen.append(min(max(shown, earliest), len(times.seconds) - (count - number)))
     return chosen
