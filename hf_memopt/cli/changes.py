@@ -10,6 +10,7 @@ from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.spec_job import spec_job
 from hf_memopt.estimator.suggestions import Saving, largest_savings, smallest_combination
 from hf_memopt.estimator.tracing.parallel import on_all_cores
+from hf_memopt.estimator.trainer_job import TrainerJob
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.choice_jobs import choice_job
@@ -33,7 +34,8 @@ def fitting_changes(asked: JobSpec, settled: JobSpec, job: Job, estimate: Estima
         plan = plan_job(_planned(asked, settled, job), working)
     except InputError:  # an engine's own settings, a task that plans do not know, samples that devices share
         working("looking for the smallest combination of changes that fits")
-        savings = largest_savings(job, estimate, map_fn=on_all_cores)
+        # A Trainer's batch is made.
+        savings = [] if isinstance(job, TrainerJob) else largest_savings(job, estimate, map_fn=on_all_cores)
         if not any(saving.fits for saving in savings):
             savings = [*filter(None, [smallest_combination(job, estimate, on_all_cores)]), *savings]
         return savings
@@ -55,7 +57,7 @@ def _planned(asked: JobSpec, settled: JobSpec, job: Job) -> JobSpec:
         asked,
         preset=None,
         hardware=asked.hardware or asked.preset or "auto",
-        seq_len=asked.seq_len or job.seq_len,
+        seq_len=asked.seq_len or (None if settled.video else job.seq_len),
         effective_batch_size=micro * accumulation * settled.preset.batches(job.world_size),
         memory_args=asked.memory_args or MemoryArguments(),
     )
@@ -72,7 +74,10 @@ def _words(proposal: Proposal, asked: JobSpec, settled: JobSpec, settle) -> str:
         changes.append(f"--strategy {strategy}")
     moved = {"method": spec.method, "strategy": strategy, "world_size": spec.preset.processes}
     lora = spec.lora if spec.method != "full" else {}
-    base = spec_job(settle(replace(asked, **moved, seq_len=spec.seq_len, lora=lora)))
+    try:
+        base = spec_job(settle(replace(asked, **moved, seq_len=spec.seq_len, lora=lora)))
+    except InputError:  # the named preset is of another number of devices
+        return " and ".join(changes)
     own = set_words({f"lora.{name}": value for name, value in lora.items() if asked.lora.get(name) != value})
     said = " ".join(changes)
     words = [word for word in [*own, *differences(base, choice_job(spec, choice))] if word not in said]

@@ -112,7 +112,9 @@ def plan_job(spec: JobSpec, say: Callable[[str], None] = lambda text: None) -> P
         say("nothing fits with the settings that are given: leaving them open")
         plan = replace(plan, proposals=_opened(spec, plan_job(opened, say)))
     shared = shared_samples(plan.spec, plan.usual.choice if plan.profiles else None)
-    known = [Proposal((), note=shared.text)] if shared and shared.fits and not plan.profiles else []
+    known = (
+        [Proposal((), shared.device_bytes, note=shared.text)] if shared and shared.fits and not plan.profiles else []
+    )
     return replace(plan, shared=shared, proposals=[*known, *plan.proposals])
 
 

@@ -52,6 +52,8 @@ def differences(before: Job, after: Job) -> list[str]:
     names = {*before.fields, *after.fields}.difference(_BESIDE)
     fields = {name: after.fields.get(name) for name in sorted(names)}
     changed = {name: value for name, value in fields.items() if value != before.fields.get(name)}
+    if (after.memory_args or MemoryArguments()).adam_mini:  # which stands in its place
+        changed.pop("optim", None)
     if after.dtype != before.dtype:
         changed["dtype"] = after.dtype
     had, has = (job.memory_args or MemoryArguments() for job in (before, after))

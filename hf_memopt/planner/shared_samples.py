@@ -27,10 +27,12 @@ class SharedSamples:
     Attributes:
         text: what it needs, and the command that writes it.
         fits: None where it was not predicted.
+        device_bytes: of each device.
     """
 
     text: str
     fits: bool | None = None
+    device_bytes: int = 0
 
 
 def shared_samples(spec: JobSpec, choice: Choice | None) -> SharedSamples | None:
@@ -67,7 +69,8 @@ def shared_samples(spec: JobSpec, choice: Choice | None) -> SharedSamples | None
             break
     speed = f" at {estimate.tokens_per_second:,.0f} tokens/s" if estimate.tokens_per_second else ""
     needs = f"{gib(estimate.device_bytes)} of each of {devices} devices that share samples ({strategy}, Ulysses)"
-    return SharedSamples(f"{needs}{speed}{'' if estimate.fits else ', which is too much'}: {command}", estimate.fits)
+    text = f"{needs}{speed}{'' if estimate.fits else ', which is too much'}: {command}"
+    return SharedSamples(text, estimate.fits, estimate.device_bytes)
 
 
 def _estimate(spec: JobSpec, named: str, strategy: str, devices: int) -> Estimate | None:
