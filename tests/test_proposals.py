@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from random_jobs import random_job
+from test_plan import config, least, spec_for
 
 from hf_memopt.cli.changes import fitting_changes
 from hf_memopt.cli.estimate import settle_job
@@ -14,7 +15,11 @@ from hf_memopt.cli.settings import command_spec
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.spec_job import spec_job
+from hf_memopt.job.spec import JobSpec, Tool
+from hf_memopt.planner import plan
 from hf_memopt.planner.plan import plan_job
+from hf_memopt.planner.proposals import Proposal
+from hf_memopt.planner.settle import left_open
 
 _CARD = {"name": "a small card", "backend": "cuda", "architecture": "8.9", "bandwidth": "1 TB/s"}
 _CARD |= {"bf16_flops": "100 TFLOPS", "host_link": "20 GB/s", "peer_link": "20 GB/s"}
@@ -73,26 +78,42 @@ def test_estimate_and_plan_propose_the_same_and_it_fits(number, tmp_path):
         pytest.skip("refused")
     estimate = estimate_job(job)
     assert estimate.fits is False
-    proposed = fitting_changes(spec, settled, job, estimate, settle_job)
+    samples = job.fields["per_device_train_batch_size"] * job.fields["gradient_accumulation_steps"]
+    proposed = fitting_changes(spec, settled, job, samples, estimate, settle_job)
     try:
         # The same step: a plan's own is of 32 samples.
-        whole = job.fields["per_device_train_batch_size"] * job.fields["gradient_accumulation_steps"]
-        whole *= settled.preset.batches(job.world_size)
-        plan = plan_job(replace(spec, effective_batch_size=whole))
+        whole = samples * settled.preset.batches(job.world_size)
+        made = plan_job(replace(spec, effective_batch_size=whole))
     except InputError:
         assert proposed == [] or all(saving.saved_bytes > 0 for saving in proposed)
         return
-    if plan.profiles:
-        needed, first = plan.usual.estimate.device_bytes, ""
+    if made.profiles:
+        needed, first = made.usual.estimate.device_bytes, ""
         assert proposed[0].change
-    elif not plan.proposals:
+    elif not made.proposals:
         assert proposed == []
         return
     else:
-        needed, first = plan.proposals[0].device_bytes, " and ".join(plan.proposals[0].changes)
+        needed, first = made.proposals[0].device_bytes, " and ".join(made.proposals[0].changes)
     assert proposed[0].change.startswith(first)
     assert estimate.device_bytes - proposed[0].saved_bytes == needed <= memory
-    if plan.profiles or (plan.proposals[0].choice and not plan.proposals[0].sketched):
+    if made.profiles or (made.proposals[0].choice and not made.proposals[0].sketched):
         text = proposed[0].change
         after = estimate_job(spec_job(settle_job(applied(text, asked, memory, settings))))
         assert after.fits and after.device_bytes == needed, text
+
+
+_TOOL = Tool(name="TRL", features=frozenset({"optim.adamw_torch", "training.activation_checkpointing"}))
+
+
+@pytest.mark.parametrize("more", [{"tool": _TOOL}, {"training": {"optim": "adamw_torch"}}])
+def test_where_nothing_fits_changes_are_looked_for_once(more, monkeypatch):
+    """With what another tool's file leaves open, and of a method that was chosen among several."""
+    asked = []
+    monkeypatch.setattr(plan, "nearest_changes", lambda spec, *_: asked.append(spec) or [Proposal(["x"], 1)])
+    small = config(2, vocab_size=200)
+    memory = least(spec_for(small, seq_len=256)) // 2
+    spec = JobSpec(model=small, hardware="cpu", method="full", seq_len=256, effective_batch_size=4, memory=memory)
+    made = plan.plan_job(left_open(replace(spec, **more)) if "tool" in more else replace(spec, **more))
+    assert not made.profiles and made.nearest == ["x: 0.00 GiB"]
+    assert len(asked) == 1 and "optim" not in asked[0].training

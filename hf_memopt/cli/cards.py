@@ -175,11 +175,9 @@ def _brief(choice) -> str:
     parts.append(f"{choice.micro_batch}×{choice.accumulation}")
     if choice.checkpointed:
         parts.append("ckpt" if choice.checkpointed == 1 else f"ckpt {choice.checkpointed:.0%}")
-    short = [knob.short for knob in choice.on if knob.short and not knob.on_host] + ["8-bit optim"] * (
-        "8bit" in choice.optim
-    )
-    short += ["activations on host"] * choice.inputs_offloaded + [knob.short for knob in choice.on if knob.on_host]
-    return ", ".join([*parts, *short])
+    parts += [knob.short for knob in choice.on if knob.short and not knob.on_host]
+    parts += ["8-bit optim"] * ("8bit" in choice.optim) + ["activations on host"] * choice.inputs_offloaded
+    return ", ".join([*parts, *(knob.short for knob in choice.on if knob.on_host)])
 
 
 def _summary(answer, first, fastest) -> list[str]:

@@ -1,6 +1,6 @@
 """What `hf-memopt estimate` proposes for a job that does not fit: what a plan of the same step would change."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from hf_memopt.cli.output import working
@@ -21,17 +21,20 @@ from hf_memopt.planner.settle import left_open
 _MOST = 4  # proposals
 
 
-def fitting_changes(asked: JobSpec, settled: JobSpec, job: Job, estimate: Estimate, settle) -> list[Saving]:
+def fitting_changes(
+    asked: JobSpec, settled: JobSpec, job: Job, samples: int, estimate: Estimate, settle: Callable[[JobSpec], JobSpec]
+) -> list[Saving]:
     """The changes with which a job fits, best first; where no plan describes the job, those that save most.
 
     Args:
         asked: as its user asked for it.
         settled: with its preset.
+        samples: of a process, in an optimizer step.
         estimate: the job's, which does not fit.
         settle: makes `settled` of `asked`.
     """
     try:
-        plan = plan_job(_planned(asked, settled, job), working)
+        plan = plan_job(_planned(asked, settled, job, samples), working)
     except InputError:  # an engine's own settings, a task that plans do not know, samples that devices share
         working("looking for the smallest combination of changes that fits")
         # A Trainer's batch is made.
@@ -39,26 +42,20 @@ def fitting_changes(asked: JobSpec, settled: JobSpec, job: Job, estimate: Estima
         if not any(saving.fits for saving in savings):
             savings = [*filter(None, [smallest_combination(job, estimate, on_all_cores)]), *savings]
         return savings
-    found: Iterable[Proposal] = plan.proposals
-    if plan.profiles:
-        usual = plan.usual
-        found = [Proposal((), usual.estimate.device_bytes, None, plan.spec, usual.choice)]
-    texts = ((_words(one, asked, settled, settle), one) for one in [*found][:_MOST])
-    return [Saving(text, estimate.device_bytes - one.device_bytes, True) for text, one in texts]
+    return [
+        Saving(_words(proposal, asked, settled, settle), estimate.device_bytes - proposal.device_bytes, True)
+        for proposal in plan.fitting[:_MOST]
+    ]
 
 
-def _planned(asked: JobSpec, settled: JobSpec, job: Job) -> JobSpec:
+def _planned(asked: JobSpec, settled: JobSpec, job: Job, samples: int) -> JobSpec:
     """The same step, as `plan` is asked for it."""
-    micro, accumulation = (
-        job.fields.get(name, usual)
-        for name, usual in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
-    )
     spec = replace(
         asked,
         preset=None,
         hardware=asked.hardware or asked.preset or "auto",
         seq_len=asked.seq_len or (None if settled.video else job.seq_len),
-        effective_batch_size=micro * accumulation * settled.preset.batches(job.world_size),
+        effective_batch_size=samples * settled.preset.batches(job.world_size),
         memory_args=asked.memory_args or MemoryArguments(),
     )
     return left_open(spec) if spec.tool else spec

@@ -58,11 +58,15 @@ def run_estimate(
     preset, job = spec.preset, spec_job(spec)
     working(f"tracing the steps of {spec.model}")
     estimate = estimate_job(job, on_all_cores)
+    micro, accumulation = (
+        job.fields.get(name, usual)
+        for name, usual in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
+    )
     savings = []
     if estimate.fits is False:
         from hf_memopt.cli.changes import fitting_changes
 
-        savings = fitting_changes(asked, spec, job, estimate, settle_job)
+        savings = fitting_changes(asked, spec, job, micro * accumulation, estimate, settle_job)
     if levers and not isinstance(job, TrainerJob):  # a Trainer's batch is made
         working("estimating which changes save most")
         savings += largest_savings(job, estimate, map_fn=on_all_cores)
@@ -71,10 +75,6 @@ def run_estimate(
 
         plot(estimate, plot_file, f"{spec.model}, {spec.method}, {_batch_in_words(job)}, {job.device.label}")
     settings, sizes = _describe_settings(preset)
-    micro, accumulation = (
-        job.fields.get(name, usual)
-        for name, usual in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
-    )
     took = amount.time_and_cost(estimate, micro * accumulation * job.world_size, job.world_size)
     if as_json:
         print_json(

@@ -107,22 +107,23 @@ def plan_job(spec: JobSpec, say: Callable[[str], None] = lambda text: None) -> P
     methods = (spec.method,)
     if spec.method == "any":  # a Preset is of one method
         methods = (spec.hardware.method,) if isinstance(spec.hardware, Preset) else METHODS
-    plan = _answer(spec, methods, say)
-    if not plan.profiles and not spec.quick and (opened := left_open(spec)) != spec:
+    opened = left_open(spec)
+    plan = _answer(spec, methods, say, last=spec.quick or opened == spec)
+    if not plan.profiles and not spec.quick and opened != spec:
         say("nothing fits with the settings that are given: leaving them open")
         plan = replace(plan, proposals=_opened(spec, plan_job(opened, say)))
     shared = shared_samples(plan.spec, plan.usual.choice if plan.profiles else None)
-    known = (
-        [Proposal((), shared.device_bytes, note=shared.text)] if shared and shared.fits and not plan.profiles else []
-    )
-    return replace(plan, shared=shared, proposals=[*known, *plan.proposals])
+    if shared and shared.fits and not plan.profiles:
+        plan = replace(plan, proposals=[Proposal((), shared.device_bytes, note=shared.text), *plan.proposals])
+    return replace(plan, shared=shared)
 
 
 def _opened(spec: JobSpec, plan: Plan) -> list[Proposal]:
     """The proposals of a plan that left open what the user of a spec had set."""
-    usual = plan.profiles and plan.usual
-    found = [Proposal((), usual.estimate.device_bytes, None, plan.spec, usual.choice)] if usual else plan.proposals
-    return [replace(one, changes=[*_given_up(spec, one), *one.changes]) if one.choice else one for one in found]
+    return [
+        replace(proposal, changes=[*_given_up(spec, proposal), *proposal.changes]) if proposal.choice else proposal
+        for proposal in plan.fitting
+    ]
 
 
 def _given_up(spec: JobSpec, proposal: Proposal) -> list[str]:
@@ -164,9 +165,13 @@ def _check_types(arguments: dict[str, Any]) -> None:
             check_value(name, hint, arguments[name])
 
 
-def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], None]) -> Plan:
+def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], None], last: bool) -> Plan:
     """The plan of the first method that fits without host memory, else of the first whose safest profile does, else of
-    the first that fits, or what is missing."""
+    the first that fits, or what is missing.
+
+    Args:
+        last: where nothing fits, no other plan is tried instead, and changes are looked for.
+    """
     request = of_one_length(request, methods)
     rejected: list[Rejected] = []
     searches: dict[str, tuple[JobSpec, Search | None]] = {}
@@ -197,7 +202,7 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
         if not request.quick and (streamed := _streamed(searches, rejected, nearest, say)):
             return streamed
         method = [*searches][-1]
-        return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods))
+        return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods), last)
     # Of methods whose usual profiles use host memory, one that has a safe profile without it.
     best = min(plans, key=lambda made: (bool(made.usual.choice.offloads), bool(made.profiles[0].choice.offloads)))
     spec, search = searches[best.spec.preset.method]
@@ -274,7 +279,7 @@ def _numbered(say: Callable[[str], None], method: str, methods: tuple[str, ...])
 
 
 def _nothing_fits(
-    spec: JobSpec, search: Search | None, rejected: list[Rejected], nearest: list[Proposal], say
+    spec: JobSpec, search: Search | None, rejected: list[Rejected], nearest: list[Proposal], say, last: bool
 ) -> Plan:
     """The plan of a job that does not fit: what is missing.
 
@@ -293,7 +298,7 @@ def _nothing_fits(
         change = f"--host-memory {-(-estimate.host_bytes // GIB)}"
         host = Proposal([change], int(search.needs(smallest)), estimate.host_bytes, spec, smallest)
         return Plan(spec, [], rejected, estimate.host_bytes - spec.host_memory.bytes, [host])
-    if not spec.quick and left_open(spec) == spec:  # what its user set is given up first
+    if last and not spec.quick:
         nearest = [*nearest, *nearest_changes(spec, search, smallest, say)]
     return Plan(spec, [], rejected, int(search.needs(smallest)) - budget, nearest)
 

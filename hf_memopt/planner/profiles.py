@@ -113,6 +113,13 @@ class Plan:
         return [proposal.text for proposal in self.proposals]
 
     @property
+    def fitting(self) -> list[Proposal]:
+        """The usual profile as a proposal, or where nothing fits the proposals."""
+        if not self.profiles:
+            return self.proposals
+        return [Proposal((), self.usual.estimate.device_bytes, spec=self.spec, choice=self.usual.choice)]
+
+    @property
     def usual(self) -> Profile:
         """The balanced profile, or the safest that fits."""
         return next((profile for profile in self.profiles if profile.name == "balanced"), self.profiles[0])
