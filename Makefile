@@ -10,7 +10,7 @@ WHEELS ?= .wheels
 # What they predict is the same on every machine, calibrated or not.
 bench gpu docs estimates: export HF_MEMOPT_CALIBRATION := off
 
-.PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-long test-all bench stacks regress lint format configs estimates operators docs site picture clean
+.PHONY: help train gpu gpu-wheels test test-slow test-sweeps test-engines test-pages test-long test-all mutants bench stacks regress lint format configs estimates operators docs site picture clean
 
 help:
 	@echo "make train    set up and train the built-in model on whatever this machine has"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-sweeps   what the others leave out; before a release"
 	@echo "make bench    run the benchmarks; results go to benchmarks/results"
 	@echo "make stacks   check other versions of the libraries, an environment each, in STACKS=../stacks"
+	@echo "make mutants  change the package at random, and see which changes no test notices"
 	@echo "make regress  check that predictions are what they were, to the byte; minutes"
 	@echo "make gpu      measure what only a card can show; ARGS=--rehearse does without one"
 	@echo "make gpu-wheels    wheels for a machine with a card and without network, into $(WHEELS)"
@@ -55,10 +56,10 @@ test-engines: $(TESTABLE)
 test-pages: $(READABLE)
 	python -m pytest -m "pages and not sweep"
 
-# The last three in one: libraries are imported once, and no core waits for the other three times.
+# The last three in one, and a slice of the sweeps: libraries are imported once, and no core waits three more times.
 test-long: $(READABLE)
 	if command -v $${CXX:-c++} >/dev/null; then $(MAKE) operators OPERATORS="$(IN_MEMORY)"; fi
-	python -m pytest -m "(engines or pages or slow or needs_compiler or needs_libaio) and not sweep and not cuda"
+	python -m pytest -m "((engines or pages or slow or needs_compiler or needs_libaio) and not sweep or slice) and not cuda"
 
 test-all: test test-long
 
@@ -100,6 +101,11 @@ gpu:
 
 gpu-wheels:
 	$(PYTHON) -m benchmarks.gpu.wheels $(WHEELS) $(ARGS)
+
+# Random faults that tests should notice; ARGS="--count 200 --seed N". Minutes to hours.
+mutants: $(READABLE)
+	python -m pip install -qq --disable-pip-version-check pytest-cov
+	python benchmarks/mutants.py $(ARGS)
 
 lint: $(INSTALLED)
 	ruff check .

@@ -1,6 +1,7 @@
 """Nothing here may reach a hub: models and data are made by the tests."""
 
 import gc
+import hashlib
 import json
 import logging
 import os
@@ -83,6 +84,10 @@ def pytest_sessionfinish(session):
         session.config.get_terminal_writer().line(f"\nleft in {usual}: {', '.join(left + kept)}", red=True)
 
 
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"cases were drawn by {drawn_by()}: DRAWN_BY={drawn_by()} draws them again")
+
+
 _TEMPORARY = pytest.StashKey[tuple[Path, str]]()
 
 
@@ -130,23 +135,41 @@ def nothing_frozen():
     freeze_imports()
 
 
-_KEPT = {"slow": 3, "pages": 4}  # cases of one test in make test-long, which has 15 minutes of 2 cores
+_KEPT = {None: 7, "slow": 2, "pages": 4}  # cases of one test in a run: make test has 3 minutes, make test-long 15
+_SLICES = 20  # of the sweeps, one of which each CI run takes
+
+
+@cache
+def drawn_by() -> str:
+    """What draws cases and a slice of the sweeps: the commit, so that a run can be repeated and others differ."""
+    head = ["git", "-C", ROOT, "rev-parse", "--short=8", "HEAD"]
+    found = subprocess.run(head, capture_output=True, text=True) if shutil.which("git") else None
+    return os.environ.get("DRAWN_BY") or (found.stdout.strip() if found else "") or "0"
+
+
+def _number(text: str) -> int:
+    """The same in every process, other than hash()."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers
 def pytest_collection_modifyitems(items):
-    """Of a test with more cases than _KEPT, evenly spaced ones stay in make test-long; make test-sweeps runs the
-    others. Engines come first."""
+    """Of a test with more cases than _KEPT, or its own drawn(number), that many are drawn, and those marked as kept
+    stay beside them; make test-sweeps runs the others, and make test-long a slice of them. Engines come first."""
     tests: dict[tuple[str, int], list] = {}
     for item in items:
-        most = next((most for marker, most in _KEPT.items() if item.get_closest_marker(marker)), None)
-        if most and not item.get_closest_marker("sweep") and not item.get_closest_marker("whole"):
+        marks = {marker.name for marker in item.iter_markers()}
+        kind = next((kind for kind in ("slow", "pages") if kind in marks), None)
+        if not marks & {"sweep", "whole", "kept"} and (kind or not marks & {"engines", "cuda"}):
+            drawn = item.get_closest_marker("drawn")
+            most = min(_KEPT[kind], drawn.args[0]) if drawn else _KEPT[kind]
             tests.setdefault((item.nodeid.split("[")[0], most), []).append(item)
     for (_, most), cases in tests.items():
-        kept = {place * len(cases) // most for place in range(most)}
-        for place, item in enumerate(cases):
-            if len(cases) > most and place not in kept:
-                item.add_marker("sweep")
+        for item in sorted(cases, key=lambda item: _number(f"{drawn_by()} {item.nodeid}"))[most:]:
+            item.add_marker("sweep")
+    for item in items:
+        if item.get_closest_marker("sweep") and _number(item.nodeid) % _SLICES == _number(drawn_by()) % _SLICES:
+            item.add_marker("slice")
     # A worker that has nothing left takes tests from the end of another's list: modules whose fixtures start many
     # processes, which two workers would both do, stay whole at the beginning.
     items.sort(key=lambda item: not item.get_closest_marker("engines"))

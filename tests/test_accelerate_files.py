@@ -61,6 +61,7 @@ def _written(name, seed, monkeypatch):
         return print(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUESTIONNAIRES)
 def test_what_the_questionnaire_writes_has_no_fault(name, tmp_path, monkeypatch, capsys):
     from accelerate.commands.config.config_args import load_config_from_file

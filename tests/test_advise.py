@@ -136,12 +136,13 @@ def test_causes_as_the_trainer_knows_them(stage, step, longest, grown, message, 
     assert why in cause and changes[0].startswith(first)
 
 
-@pytest.mark.parametrize(("error", "kind", "helps"), [row for row in TABLE if diagnose(row[0]).cause])
-def test_every_known_message_is_known_in_a_log(error, kind, helps):
+def test_every_known_message_is_known_in_a_log(subtests):
     """The table that the trainer asks, without the exceptions' types."""
-    message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    found = diagnose_text(f"some line before\n{message}\nsome line after")
-    assert found.kind == kind and found.smaller_batch_helps is helps and found.cause
+    for error, kind, helps in [row for row in TABLE if diagnose(row[0]).cause]:
+        with subtests.test(error=error, kind=kind, helps=helps):
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            found = diagnose_text(f"some line before\n{message}\nsome line after")
+            assert found.kind == kind and found.smaller_batch_helps is helps and found.cause
 
 
 def test_what_has_nothing_to_do_with_memory():
@@ -275,6 +276,7 @@ LONG = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG)
 @pytest.mark.timeout(60)  # some of them took minutes, when gaps in the patterns had no bound
 def test_a_line_of_300_kilobytes(text):

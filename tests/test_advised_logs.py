@@ -33,16 +33,18 @@ def check(row, advice):
     assert 1 <= len(advice.changes) <= 3
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row["file"] for row in ROWS])
-def test_logs_of_public_threads(row):
-    check(row, advise_on_text(text_of(row)))
+def test_logs_of_public_threads(subtests):
+    for row in ROWS:
+        with subtests.test(row=str(row)):
+            check(row, advise_on_text(text_of(row)))
 
 
-@pytest.mark.parametrize("row", INVENTED, ids=[row["name"] for row in INVENTED])
-def test_logs_in_other_words(row):
-    advice = advise_on_text(row["text"])
-    check({"why": "", **row}, advice)
-    assert advice is None or row.get("first", "") in advice.changes[0]["change"]
+def test_logs_in_other_words(subtests):
+    for row in INVENTED:
+        with subtests.test(row=str(row)):
+            advice = advise_on_text(row["text"])
+            check({"why": "", **row}, advice)
+            assert advice is None or row.get("first", "") in advice.changes[0]["change"]
 
 
 def test_first_changes_are_those_of_the_threads(monkeypatch):
@@ -95,6 +97,7 @@ DISGUISES = {
 _RANKED = ("mpirun", "default rank", "stamp and rank")
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("disguise", DISGUISES)
 def test_logs_as_others_write_them_down(disguise):
     for row in ROWS:
@@ -155,6 +158,7 @@ def _message(rng: random.Random) -> tuple[str, dict]:
     return text, {"own": own, "others": sum(others), "style": style, "tensors": tensors, "ambiguous": ambiguous}
 
 
+@pytest.mark.slow
 def test_memory_is_ones_own_or_others():
     """Others and own fit the device together, are never summed over ranks, and own is never others'."""
     rng = random.Random(7)
@@ -243,9 +247,10 @@ QUIET = {
 }
 
 
-@pytest.mark.parametrize("text", QUIET.values(), ids=QUIET)
-def test_other_failures_are_no_alarm(text):
-    assert advise_on_text(text) is None
+def test_other_failures_are_no_alarm(subtests):
+    for text in QUIET.values():
+        with subtests.test(text=text):
+            assert advise_on_text(text) is None
 
 
 OOM = (

@@ -55,6 +55,7 @@ def _ends_badly(entry, folder, here) -> str | None:
     return None if entry.expected in said and len(said) < 1000 else f"said: {said[:300]}"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("maker", "every"),
     [

@@ -88,6 +88,7 @@ def damaged(form: str, seed: int, count: int = 40) -> tuple[list[dict], dict[int
     return [DAMAGE[form][wrong[number]] if number in wrong else GOOD_ROWS[form] for number in range(count)], wrong
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("form", DAMAGE)
 @pytest.mark.parametrize("draw", [0, *map(sweep, range(1, 12))])
 def test_all_damaged_rows_are_found(form, draw, jsonl, tokenizer, builtin_model, no_progress_bars):

@@ -46,6 +46,7 @@ def test_there_are_enough_files():
     assert len(ACCELERATE) >= 60 and len(DEEPSPEED) >= 60
 
 
+@pytest.mark.slow
 def test_accelerate_files_get_accelerates_verdict(tmp_path):
     paths = written(ACCELERATE, ".yaml", tmp_path)
     verdicts = accelerate_verdicts(paths[title] for title in judged(ACCELERATE))

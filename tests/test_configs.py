@@ -43,21 +43,23 @@ def test_yaml_is_what_accelerate_reads(path):
     assert options.num_processes == content["num_processes"]
 
 
-@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
-def test_yaml_agrees_with_the_presets(path):
-    assert path.read_text() == shipped_configs()[path.name], "run make configs"
+def test_yaml_agrees_with_the_presets(subtests):
+    for path in YAMLS:
+        with subtests.test(path=path):
+            assert path.read_text() == shipped_configs()[path.name], "run make configs"
 
 
 def test_no_yaml_is_missing():
     assert {path.name for path in YAMLS} == set(shipped_configs())
 
 
-@pytest.mark.parametrize("name", list_presets())
-def test_every_preset_has_a_yaml_to_launch_with(name):
-    for method in ("full", "lora", "qlora"):
-        preset = get_preset(name, method)
-        content = yaml.safe_load((ROOT / "accelerate_configs" / config_name(preset)).read_text())
-        assert content == preset.accelerate_config()
+def test_every_preset_has_a_yaml_to_launch_with(subtests):
+    for name in list_presets():
+        with subtests.test(name=name):
+            for method in ("full", "lora", "qlora"):
+                preset = get_preset(name, method)
+                content = yaml.safe_load((ROOT / "accelerate_configs" / config_name(preset)).read_text())
+                assert content == preset.accelerate_config()
 
 
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.name)

@@ -116,31 +116,33 @@ _DEFINED = {
 }
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_no_number_is_typed_by_hand(name):
+def test_no_number_is_typed_by_hand(subtests):
     """Outside code, tables that are made, inline figures, and what is a definition or a claim of somebody's."""
-    text = CODE.sub("", TEXTS[name])
-    text = re.sub(r"<!-- ([\w ]+) -->\n.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
-    text = re.sub(r"<!-- =[\w.]+ -->.*?<!-- = -->", "", text, flags=re.DOTALL)
-    text = re.sub(r"^#.*$", "", re.sub(r"`[^`]*`", "", text), flags=re.MULTILINE)
-    found = {" ".join(number.split()) for number in _UNIT.findall(text)} - _DEFINED.get(name, set())
-    assert not found, "measure it, compute it in benchmarks/figures.py, or say whose it is"
+    for name in TEXTS:
+        with subtests.test(name=name):
+            text = CODE.sub("", TEXTS[name])
+            text = re.sub(r"<!-- ([\w ]+) -->\n.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
+            text = re.sub(r"<!-- =[\w.]+ -->.*?<!-- = -->", "", text, flags=re.DOTALL)
+            text = re.sub(r"^#.*$", "", re.sub(r"`[^`]*`", "", text), flags=re.MULTILINE)
+            found = {" ".join(number.split()) for number in _UNIT.findall(text)} - _DEFINED.get(name, set())
+            assert not found, "measure it, compute it in benchmarks/figures.py, or say whose it is"
 
 
 # ---- links
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    text = CODE.sub("", page.read_text(encoding="utf-8"))
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith(("http:", "https:")):
-            continue
-        path, _, anchor = target.partition("#")
-        file = (page.parent / path).resolve() if path else page
-        assert file.exists(), target
-        if anchor:
-            assert anchor in _anchors(file), target
+def test_links_lead_somewhere(subtests):
+    for page in PAGES:
+        with subtests.test(page=page):
+            text = CODE.sub("", page.read_text(encoding="utf-8"))
+            for target in re.findall(r"\]\(([^)\s]+)\)", text):
+                if target.startswith(("http:", "https:")):
+                    continue
+                path, _, anchor = target.partition("#")
+                file = (page.parent / path).resolve() if path else page
+                assert file.exists(), target
+                if anchor:
+                    assert anchor in _anchors(file), target
 
 
 def _anchors(file: Path) -> set[str]:
@@ -235,14 +237,15 @@ def commands() -> list[tuple[str, str]]:
     return sorted((page, words) for words, page in found.items())
 
 
-@pytest.mark.parametrize(("page", "line"), commands())
-def test_commands_are_understood(page, line):
+def test_commands_are_understood(subtests):
     """Parsed by the command line itself and by the recipes, and the files that they name are there."""
-    words = shlex.split(line)
-    if words[0] == "accelerate":
-        _launch(words)
-        return
-    _parse(words)
+    for page, line in commands():
+        with subtests.test(page=page, line=line):
+            words = shlex.split(line)
+            if words[0] == "accelerate":
+                _launch(words)
+                continue
+            _parse(words)
 
 
 def test_commands_for_coding_agents_are_understood():

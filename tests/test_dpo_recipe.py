@@ -29,6 +29,7 @@ def without_prompt(pair):
     return {name: turns["prompt"] + turns[name] for name in ("chosen", "rejected")}
 
 
+@pytest.mark.slow
 def test_the_built_in_pairs_are_learned(recipe, tmp_path, capsys):
     """What `make test` shows: the chosen answers of held-out pairs get the higher rewards."""
     steps = flags(max_steps=12, eval_steps=12, effective_batch_size=4, held_out=12, max_length=32)

@@ -49,6 +49,7 @@ def test_times_are_written_in_the_unit_that_people_use():
     ]
 
 
+@pytest.mark.slow
 def test_rows_of_a_data_set_are_an_amount(command, jsonl):
     """Their number is known when they are read; without any amount a price is still refused."""
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]

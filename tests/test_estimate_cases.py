@@ -301,6 +301,7 @@ def _evaluating(folder, **fields):
 LOGITS = 60 * 128 * 128 * 4  # bytes of the whole evaluation
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("fields", "kept"),
     [

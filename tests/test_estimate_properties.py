@@ -79,6 +79,7 @@ def check(number: int, folder, *depths) -> str:
     return "answered"
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("number", range(IN_CI))
 def test_a_random_job(number, tmp_path):
     check(number, tmp_path, SHALLOW)

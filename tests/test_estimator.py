@@ -69,6 +69,7 @@ def _truth(config, fields, peft_config=None, dtype="float32", padded=False, resu
         return allocator_peak(lambda: train(steps=3 if resumed else 2))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("config", "fields", "lora", "dtype", "padded"),
     [

@@ -113,6 +113,7 @@ def test_a_short_stream_fills_its_first_step(name, count, loaded, caplog):
 QUICK = {"preset": "cpu", "disable_tqdm": "true", "report_to": "none", "max_steps": 2}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "count", "more"),
     [

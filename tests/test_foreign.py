@@ -25,28 +25,31 @@ def test_every_file_has_an_expectation():
     assert files == set(EXPECTED) and len(files) >= 40
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_a_file_is_read_as_the_job_that_it_describes(name):
-    expected = EXPECTED[name]
-    if "error" in expected:
-        with pytest.raises(InputError, match=expected["error"]):
-            read_source(str(FOLDER / name))
-        return
-    source = read_source(str(FOLDER / name))
-    translation = source.translate()
-    for kind in ("refused", "unknown", "approximated"):
-        assert sorted(remark.key for remark in getattr(translation, kind)) == sorted(expected.get(kind, [])), kind
-    for key, value in expected.get("has", {}).items():
-        assert (key, translation.fields.get(key)) == (key, value)
-    assert not translation.fields.keys() & set(expected.get("lacks", []))
-    if stage := expected.get("zero_stage"):
-        assert translation.fields["training.deepspeed"]["zero_optimization"]["stage"] == stage
-    keys = {key.partition(".")[0] for key in source.settings}
-    remarks = [*translation.refused, *translation.unknown, *translation.approximated]
-    answered = {*translation.translated, *translation.neutral, *(remark.key for remark in remarks)}
-    assert keys <= {key.partition(".")[0] for key in answered}  # no key is dropped
-    if not translation.refused and not translation.unknown:
-        translation.spec(seq_len=128)
+def test_a_file_is_read_as_the_job_that_it_describes(subtests):
+    for name in EXPECTED:
+        with subtests.test(name=name):
+            expected = EXPECTED[name]
+            if "error" in expected:
+                with pytest.raises(InputError, match=expected["error"]):
+                    read_source(str(FOLDER / name))
+                continue
+            source = read_source(str(FOLDER / name))
+            translation = source.translate()
+            for kind in ("refused", "unknown", "approximated"):
+                assert sorted(remark.key for remark in getattr(translation, kind)) == sorted(expected.get(kind, [])), (
+                    kind
+                )
+            for key, value in expected.get("has", {}).items():
+                assert (key, translation.fields.get(key)) == (key, value)
+            assert not translation.fields.keys() & set(expected.get("lacks", []))
+            if stage := expected.get("zero_stage"):
+                assert translation.fields["training.deepspeed"]["zero_optimization"]["stage"] == stage
+            keys = {key.partition(".")[0] for key in source.settings}
+            remarks = [*translation.refused, *translation.unknown, *translation.approximated]
+            answered = {*translation.translated, *translation.neutral, *(remark.key for remark in remarks)}
+            assert keys <= {key.partition(".")[0] for key in answered}  # no key is dropped
+            if not translation.refused and not translation.unknown:
+                translation.spec(seq_len=128)
 
 
 @pytest.mark.parametrize(("tool", "table"), list_tables().items())
@@ -369,6 +372,7 @@ def test_a_plan_keeps_an_optimizer_that_the_file_chose(command, tmp_path):
     assert all(profile["training_arguments"]["optim"] == "paged_adamw_8bit" for profile in plan["profiles"])
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", [name for name, expected in EXPECTED.items() if "error" not in expected])
 def test_odd_values_are_answered_or_refused(name):
     """Whatever stands beside a key: a job, or an InputError."""
@@ -438,9 +442,9 @@ def test_the_keys_by_which_a_trainer_is_known_are_fields_of_its_configuration():
                 assert known == {task for task in fields if name in fields[task]}, name
 
 
-@pytest.mark.parametrize(
-    ("text", "key", "words"),
-    [
+def test_trainers_that_hold_logits_are_refused_with_their_reason(subtests):
+    """TRL's own here hold none: a trace of them is no prediction of another's."""
+    for text, key, words in [
         ("llamafactory-cli train --stage dpo --pref_loss simpo", "pref_loss", "this loss"),
         ("llamafactory-cli train --stage dpo --enable_liger_kernel true", "enable_liger_kernel", "model/loader.py"),
         ("llamafactory-cli train --stage dpo --ref_model b --finetuning_type lora", "ref_model", "beside adapters"),
@@ -458,13 +462,11 @@ def test_the_keys_by_which_a_trainer_is_known_are_fields_of_its_configuration():
         ("swift rlhf --rlhf_type kto", "rlhf_type", "logits of all answers"),
         ("swift rlhf --rlhf_type grpo --max_completion_length 512", "rlhf_type", "logits of all answers"),
         ("swift rlhf --rlhf_type rm --ref_model b", "ref_model", "full training"),
-    ],
-)
-def test_trainers_that_hold_logits_are_refused_with_their_reason(text, key, words):
-    """TRL's own here hold none: a trace of them is no prediction of another's."""
-    model = "--model a" if text.startswith("swift") else "--do_train true --model_name_or_path a"
-    faults = dict(read_source(f"{text} {model}").translate().faults())
-    assert list(faults) == [key] and words in faults[key]
+    ]:
+        with subtests.test(text=text, key=key, words=words):
+            model = "--model a" if text.startswith("swift") else "--do_train true --model_name_or_path a"
+            faults = dict(read_source(f"{text} {model}").translate().faults())
+            assert list(faults) == [key] and words in faults[key]
 
 
 @pytest.mark.parametrize("rl", ["dpo", "ipo", "kto", "grpo", "orpo"])

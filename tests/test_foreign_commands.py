@@ -158,33 +158,35 @@ def _files(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
 
 
-@pytest.mark.parametrize("text", _COMMANDS)
-def test_a_command_is_read_whole_or_refused(text):
-    expected = _COMMANDS[text]
-    assert is_source(text)
-    if isinstance(expected, str):
-        with pytest.raises(InputError, match=expected) as raised:
-            read_source(text).translate().check()
-        assert "\n" not in str(raised.value)
-        return
-    translation = read_source(text).translate()
-    translation.check()
-    assert {key: translation.fields.get(key) for key in expected} == expected
-
-
-@pytest.mark.parametrize("text", [text for text in _COMMANDS if not set(text) & set("\n;|&<#'\"$")])
-def test_another_word_is_never_dropped(text):
-    if isinstance(_COMMANDS[text], str):
-        return
-    words = text.split(" ")
-    for at in range(len(words) + 1):
-        for other in ("zzz", "--zzz=1", "zzz=1"):
-            try:
-                source = read_source(" ".join([*words[:at], other, *words[at:]]))
-                source.translate().check()
-            except InputError:
+def test_a_command_is_read_whole_or_refused(subtests):
+    for text in _COMMANDS:
+        with subtests.test(text=text):
+            expected = _COMMANDS[text]
+            assert is_source(text)
+            if isinstance(expected, str):
+                with pytest.raises(InputError, match=expected) as raised:
+                    read_source(text).translate().check()
+                assert "\n" not in str(raised.value)
                 continue
-            assert "zzz" in str(source.settings), (other, at)
+            translation = read_source(text).translate()
+            translation.check()
+            assert {key: translation.fields.get(key) for key in expected} == expected
+
+
+def test_another_word_is_never_dropped(subtests):
+    for text in [text for text in _COMMANDS if not set(text) & set("\n;|&<#'\"$")]:
+        with subtests.test(text=text):
+            if isinstance(_COMMANDS[text], str):
+                continue
+            words = text.split(" ")
+            for at in range(len(words) + 1):
+                for other in ("zzz", "--zzz=1", "zzz=1"):
+                    try:
+                        source = read_source(" ".join([*words[:at], other, *words[at:]]))
+                        source.translate().check()
+                    except InputError:
+                        continue
+                    assert "zzz" in str(source.settings), (other, at)
 
 
 def test_what_no_tool_reads_is_named_as_without_effect():
@@ -261,15 +263,16 @@ _EDITS = (
 )
 
 
-@pytest.mark.parametrize(("text", "ours", "expected"), _EDITS)
-def test_an_edited_command_says_what_was_meant(text, ours, expected):
-    source = read_command(None, text)
-    keys = changes(source, chosen_keys(source.table, ours))
-    edited = edit(source, keys)
-    assert keys and edited == (expected.replace("…", text) if expected else None)
-    if edited:
-        fields = read_command(None, edited).translate().fields
-        assert {key: fields.get(key) for key in ours} == ours
+def test_an_edited_command_says_what_was_meant(subtests):
+    for text, ours, expected in _EDITS:
+        with subtests.test(text=text, ours=ours, expected=expected):
+            source = read_command(None, text)
+            keys = changes(source, chosen_keys(source.table, ours))
+            edited = edit(source, keys)
+            assert keys and edited == (expected.replace("…", text) if expected else None)
+            if edited:
+                fields = read_command(None, edited).translate().fields
+                assert {key: fields.get(key) for key in ours} == ours
 
 
 _AXOLOTL = "base_model: Qwen/Qwen3-0.6B\ndatasets: [{path: a}]\n"

@@ -56,9 +56,8 @@ def test_the_devices_of_the_command_line_count(command):
     assert "1 × 4 × 4" in json.loads(output)["estimated"]
 
 
-@pytest.mark.parametrize(
-    ("tool", "settings", "expected"),
-    [
+def test_a_key_is_read_as_its_tool_reads_it(tmp_path, subtests):
+    for tool, settings, expected in [
         ("ms_swift", {}, {"training.bf16": True, "dtype": "bfloat16"}),
         ("ms_swift", {"torch_dtype": "float16"}, {"training.bf16": False, "training.fp16": True, "dtype": "float16"}),
         ("ms_swift", {"torch_dtype": "float32"}, {"training.bf16": False, "training.fp16": True, "dtype": "float32"}),
@@ -182,13 +181,12 @@ def test_the_devices_of_the_command_line_count(command):
             {"model._component_": "torchtune.models.llama3_2.lora_llama3_2_1b"},
             {"lora.r": 8, "lora.lora_alpha": 16},
         ),
-    ],
-)
-def test_a_key_is_read_as_its_tool_reads_it(tool, settings, expected, tmp_path):
-    (tmp_path / "fsdp.json").write_text('{"fsdp_version": 2, "offload_params": true}')
-    fields = _read(tool, settings, tmp_path, seq_len=settings.get("sequence_len", 64))
-    for name, value in expected.items():
-        assert (name, fields.get(name)) == (name, value)
+    ]:
+        with subtests.test(tool=tool, settings=settings, expected=expected):
+            (tmp_path / "fsdp.json").write_text('{"fsdp_version": 2, "offload_params": true}')
+            fields = _read(tool, settings, tmp_path, seq_len=settings.get("sequence_len", 64))
+            for name, value in expected.items():
+                assert (name, fields.get(name)) == (name, value)
 
 
 @pytest.mark.parametrize(
@@ -203,9 +201,8 @@ def test_files_that_a_tool_ships_are_known(tool, file, stage, tmp_path):
     assert fields["training.deepspeed"]["zero_optimization"]["stage"] == stage
 
 
-@pytest.mark.parametrize(
-    ("tool", "settings", "key"),
-    [
+def test_a_key_that_is_not_modelled_is_named(tmp_path, subtests):
+    for tool, settings, key in [
         ("trl", {"load_in_8bit": True}, "use_peft"),
         ("trl", {"fsdp": "full_shard", "fsdp_config": "missing.json"}, "fsdp_config"),
         ("trl", {"trainer": "kto", "activation_offloading": True}, "activation_offloading"),
@@ -230,11 +227,10 @@ def test_files_that_a_tool_ships_are_known(tool, file, stage, tmp_path):
         ("ms_swift", {"quant_method": "hqq", "quant_bits": 4}, "quant_method"),
         ("ms_swift", {"quant_method": "bnb", "quant_bits": 2}, "quant_bits"),
         ("ms_swift", {"tuner_type": "longlora", "quant_method": "bnb", "quant_bits": 4}, "tuner_type"),
-    ],
-)
-def test_a_key_that_is_not_modelled_is_named(tool, settings, key, tmp_path):
-    translation = _translated(tool, settings, tmp_path)
-    assert [remark.key for remark in translation.refused] == [key] and not translation.unknown
+    ]:
+        with subtests.test(tool=tool, settings=settings, key=key):
+            translation = _translated(tool, settings, tmp_path)
+            assert [remark.key for remark in translation.refused] == [key] and not translation.unknown
 
 
 @pytest.mark.parametrize("words", ["--max_length null", "--max_seq_length null"])

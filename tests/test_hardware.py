@@ -64,28 +64,29 @@ def test_the_required_devices_are_there():
     assert set(REQUIRED) <= set(list_hardware())
 
 
-@pytest.mark.parametrize("name", list_hardware())
-def test_every_figure_has_a_source(name):
-    device = get_hardware(name)
-    figures = (
-        "nominal_memory",
-        "memory",
-        "bandwidth",
-        "bf16_flops",
-        "fp16_flops",
-        "native_bf16",
-        "fp8",
-        "host_link",
-        "peer_link",
-    )
-    assert set(device.sources) == set(figures)
-    for figure, source in device.sources.items():
-        unknown = getattr(device, figure) in (None, False)
-        assert DOCUMENT.search(source) or (unknown and WHY_NONE.search(source)), f"{figure}: {source}"
-    assert 0.6 * device.nominal_memory <= device.memory <= device.nominal_memory
-    assert device.unified_memory or device.backend not in ("mps", "cpu")
-    assert device.discrete_memory != device.unified_memory
-    assert (device.bf16_flops is None) or device.native_bf16
+def test_every_figure_has_a_source(subtests):
+    for name in list_hardware():
+        with subtests.test(name=name):
+            device = get_hardware(name)
+            figures = (
+                "nominal_memory",
+                "memory",
+                "bandwidth",
+                "bf16_flops",
+                "fp16_flops",
+                "native_bf16",
+                "fp8",
+                "host_link",
+                "peer_link",
+            )
+            assert set(device.sources) == set(figures)
+            for figure, source in device.sources.items():
+                unknown = getattr(device, figure) in (None, False)
+                assert DOCUMENT.search(source) or (unknown and WHY_NONE.search(source)), f"{figure}: {source}"
+            assert 0.6 * device.nominal_memory <= device.memory <= device.nominal_memory
+            assert device.unified_memory or device.backend not in ("mps", "cpu")
+            assert device.discrete_memory != device.unified_memory
+            assert (device.bf16_flops is None) or device.native_bf16
 
 
 def test_emulated_bfloat16_is_not_native():
@@ -176,14 +177,15 @@ REPORTED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "gib", "capability", "expected"), REPORTED)
-def test_detection_of_cards(name, gib, capability, expected):
-    major, minor = map(int, capability.split("."))
-    card = _card(name, gib, major, minor)
-    found = detect._cuda(card, hip=None)
-    assert found.name == expected
-    assert (found.memory, found.architecture) == (card.total_memory, capability)
-    assert found.native_bf16 == (major >= 8)
+def test_detection_of_cards(subtests):
+    for name, gib, capability, expected in REPORTED:
+        with subtests.test(name=name, gib=gib, capability=capability, expected=expected):
+            major, minor = map(int, capability.split("."))
+            card = _card(name, gib, major, minor)
+            found = detect._cuda(card, hip=None)
+            assert found.name == expected
+            assert (found.memory, found.architecture) == (card.total_memory, capability)
+            assert found.native_bf16 == (major >= 8)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +206,8 @@ def test_detection_of_amd_cards(name, gib, target, expected):
     assert found.name == expected and found.architecture == target.split(":")[0]
 
 
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
+def test_names_as_people_write_them(subtests):
+    for written, expected in [
         ("RTX 4090", "rtx_4090"),
         ("4090", "rtx_4090"),
         ("rtx4070Ti super", "rtx_4070_ti_super"),
@@ -221,10 +222,9 @@ def test_detection_of_amd_cards(name, gib, target, expected):
         ("M4 Max 128GB", "apple_m4_max_128gb"),
         ("DGX Spark", "dgx_spark"),
         ("GB10", "dgx_spark"),
-    ],
-)
-def test_names_as_people_write_them(written, expected):
-    assert get_hardware(written).name == expected
+    ]:
+        with subtests.test(written=written, expected=expected):
+            assert get_hardware(written).name == expected
 
 
 @pytest.mark.parametrize(

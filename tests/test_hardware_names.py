@@ -100,9 +100,8 @@ def test_all_words_for_cards():
     assert not wrong, f"{len(wrong)} of {len(cases)} words:\n" + "\n".join(wrong[:40])
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_a_card_and_its_count(subtests):
+    for text, expected in [
         ("4090x2", ("rtx_4090", 2)),
         ("2x4090", ("rtx_4090", 2)),
         ("1080 x 2", ("gtx_1080", 2)),
@@ -120,15 +119,13 @@ def test_all_words_for_cards():
         ("16GB MacBook Air M2", ("apple_m2_16gb", 1)),
         ("4080 mobile", ("rtx_4080_laptop", 1)),
         ("jetson", ("jetson_orin_nano_8gb", 1)),
-    ],
-)
-def test_a_card_and_its_count(text, expected):
-    assert read_devices(text) == expected
+    ]:
+        with subtests.test(text=text, expected=expected):
+            assert read_devices(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_words_that_name_no_card_are_asked_about(subtests):
+    for text, message in [
         ("16", "hardware='16': which card? a16, rtx_4080"),
         ("24GB", "which card? With 24 GB there are rtx_3090, rtx_3090_ti, rtx_4090"),
         ("24 GB VRAM", "With 24 GB there are rtx_3090"),
@@ -144,9 +141,8 @@ def test_a_card_and_its_count(text, expected):
         ("4090 + 2x 3090", "2 names of cards"),
         ("4090 and 3090", "2 names of cards"),
         ("2x a100x8", "unknown hardware"),
-    ],
-)
-def test_words_that_name_no_card_are_asked_about(text, message):
-    with pytest.raises(InputError) as refused:
-        read_devices(text)
-    assert message in str(refused.value)
+    ]:
+        with subtests.test(text=text, message=message):
+            with pytest.raises(InputError) as refused:
+                read_devices(text)
+            assert message in str(refused.value)

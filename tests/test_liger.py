@@ -145,6 +145,7 @@ def test_every_option_is_honoured():
     assert job(chosen={"unknown": True}).peak_allocated_bytes == job().peak_allocated_bytes  # Liger ignores it
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_that_liger_knows(kind):
     model = config(kind, **MODELS[kind])

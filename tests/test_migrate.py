@@ -40,22 +40,23 @@ def _parsed(folder, recipe):
     return parse(["--config", str(folder / "recipe.yaml")], own=own, config_class=trl_class(config))
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*/*")), ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_every_file_becomes_a_recipe_that_its_parser_takes(path, tmp_path):
-    try:
-        translation = read_source(str(path)).translate()
-        translation.check()
-        spec = translation.spec()
-        files = migrated_files(spec, translation, tmp_path)
-    except InputError as error:
-        assert "\n" not in str(error)
-        return
-    (tmp_path / "recipe.yaml").write_text(files["recipe.yaml"])
-    _launches(files["launch.sh"])
-    parsed = _parsed(tmp_path, recipe_of(spec).stem)
-    assert parsed.recipe.model_name_or_path == spec.model and parsed.lora == spec.lora
-    for name, value in translation.run.items():
-        assert name in parsed.given or value is None, name
+def test_every_file_becomes_a_recipe_that_its_parser_takes(tmp_path, subtests):
+    for path in sorted(FOLDER.glob("*/*")):
+        with subtests.test(path=path):
+            try:
+                translation = read_source(str(path)).translate()
+                translation.check()
+                spec = translation.spec()
+                files = migrated_files(spec, translation, tmp_path)
+            except InputError as error:
+                assert "\n" not in str(error)
+                continue
+            (tmp_path / "recipe.yaml").write_text(files["recipe.yaml"])
+            _launches(files["launch.sh"])
+            parsed = _parsed(tmp_path, recipe_of(spec).stem)
+            assert parsed.recipe.model_name_or_path == spec.model and parsed.lora == spec.lora
+            for name, value in translation.run.items():
+                assert name in parsed.given or value is None, name
 
 
 @pytest.mark.parametrize(("tool", "table"), list_tables().items())

@@ -42,27 +42,30 @@ def understood(monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("line", [line for lines in MISTAKES.values() for line in lines])
-def test_natural_mistake(line, command, recipe, understood, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    answer = next(lines[line] for lines in MISTAKES.values() if line in lines)
-    words = shlex.split(line)
-    if words[0].endswith(".py"):
-        with pytest.raises(InputError) as refused:
-            recipe(words[0].removesuffix(".py"))(words[1:])
-        assert answer in str(refused.value)
-    elif isinstance(answer, str):
-        code, _, err = command(*words)
-        assert code == 2 and answer in err.splitlines()[-1]
-        assert not list(tmp_path.iterdir())
-    elif "understood" in answer:
-        code, out, err = command(*words)
-        assert code == 0 and answer["understood"] in out + err
-    else:
-        spec = understood(*words)
-        card, devices = with_device_count(spec.hardware or spec.preset, spec.world_size)
-        job = {"card": card, "devices": devices, **vars(spec)}
-        assert {name: job[name] for name in answer} == answer
+def test_natural_mistake(command, recipe, understood, tmp_path, monkeypatch, subtests):
+    mistakes = [mistake for lines in MISTAKES.values() for mistake in lines.items()]
+    for number, (line, answer) in enumerate(mistakes):
+        with subtests.test(line=line):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            monkeypatch.chdir(folder)
+            words = shlex.split(line)
+            if words[0].endswith(".py"):
+                with pytest.raises(InputError) as refused:
+                    recipe(words[0].removesuffix(".py"))(words[1:])
+                assert answer in str(refused.value)
+            elif isinstance(answer, str):
+                code, _, err = command(*words)
+                assert code == 2 and answer in err.splitlines()[-1]
+                assert not list(folder.iterdir())
+            elif "understood" in answer:
+                code, out, err = command(*words)
+                assert code == 0 and answer["understood"] in out + err
+            else:
+                spec = understood(*words)
+                card, devices = with_device_count(spec.hardware or spec.preset, spec.world_size)
+                job = {"card": card, "devices": devices, **vars(spec)}
+                assert {name: job[name] for name in answer} == answer
 
 
 def test_so_many_words():

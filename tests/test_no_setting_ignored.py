@@ -74,29 +74,28 @@ def text_of(field) -> str:
     return "3"
 
 
-@pytest.mark.parametrize(
-    "field", [field for field in dataclasses.fields(TrainingArguments) if field.init], ids=lambda field: field.name
-)
-def test_every_field_of_training_arguments(field):
-    name = RENAMED.get(field.name, field.name)
-    try:
-        job = resolved(f"{field.name}={text_of(field)}")
-    except InputError as refused:
-        assert field.name in str(refused) or field.name in ("deepspeed", "fp16")
-        return
-    if name in OF_THE_TRACE:
-        return
-    with process_state_kept(), tempfile.TemporaryDirectory() as folder:
-        traced = make_arguments(job.at_depth(1), folder)
-    wanted = job.fields[name]
-    assert wanted != field.default or name in RENAMED.values()
-    if name == "fp16":  # as large, and what a CPU can trace
-        assert traced.bf16
-    elif name == "deepspeed":
-        assert traced.deepspeed["zero_optimization"] == wanted["zero_optimization"]
-    elif name not in NEUTRAL:
-        found = getattr(traced, name)
-        assert str(getattr(wanted, "value", wanted)) in str(getattr(found, "value", found))
+def test_every_field_of_training_arguments(subtests):
+    for field in [field for field in dataclasses.fields(TrainingArguments) if field.init]:
+        with subtests.test(field=field):
+            name = RENAMED.get(field.name, field.name)
+            try:
+                job = resolved(f"{field.name}={text_of(field)}")
+            except InputError as refused:
+                assert field.name in str(refused) or field.name in ("deepspeed", "fp16")
+                continue
+            if name in OF_THE_TRACE:
+                continue
+            with process_state_kept(), tempfile.TemporaryDirectory() as folder:
+                traced = make_arguments(job.at_depth(1), folder)
+            wanted = job.fields[name]
+            assert wanted != field.default or name in RENAMED.values()
+            if name == "fp16":  # as large, and what a CPU can trace
+                assert traced.bf16
+            elif name == "deepspeed":
+                assert traced.deepspeed["zero_optimization"] == wanted["zero_optimization"]
+            elif name not in NEUTRAL:
+                found = getattr(traced, name)
+                assert str(getattr(wanted, "value", wanted)) in str(getattr(found, "value", found))
 
 
 def test_every_field_of_memory_arguments():
@@ -187,9 +186,8 @@ def test_the_batch_of_a_deepspeed_json_is_the_jobs():
     assert job.fields["per_device_train_batch_size"] == 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "reason"),
-    [
+def test_two_answers_to_one_question_are_refused(subtests):
+    for settings, options, reason in [
         (["activation_checkpointing=false", "fsdp_config={activation_checkpointing: true}"], FSDP2, "leave one"),
         (["gradient_checkpointing=true", "activation_checkpointing=false"], {}, "activation_checkpointing"),
         (["optim=adafactor", "optim=sgd"], {}, "set it once"),
@@ -218,15 +216,14 @@ def test_the_batch_of_a_deepspeed_json_is_the_jobs():
         (["deepspeed={gradient_clipping: 0.5}", "max_grad_norm=2"], {"world_size": 2}, "gradient_clipping"),
         (["deepspeed={bf16: {enabled: false}}", "bf16=true"], {"world_size": 2}, "bf16"),
         (["deepspeed={optimizer: {type: Adam}}", "optim=adafactor"], {"world_size": 2}, "optim=adafactor"),
-    ],
-)
-def test_two_answers_to_one_question_are_refused(settings, options, reason):
-    from hf_memopt.estimator.api import run_trace
+    ]:
+        with subtests.test(settings=settings, options=options, reason=reason):
+            from hf_memopt.estimator.api import run_trace
 
-    with pytest.raises(InputError) as refused:
-        job = resolved(*settings, **options)
-        run_trace(job.at_depth(1))
-    assert reason in str(refused.value) and "\n" not in str(refused.value)
+            with pytest.raises(InputError) as refused:
+                job = resolved(*settings, **options)
+                run_trace(job.at_depth(1))
+            assert reason in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp", "fsdp_config"])

@@ -1,6 +1,5 @@
 """The table of failures: messages as the libraries print them, collected from public reports, not provoked here."""
 
-import pytest
 import torch
 
 from hf_memopt import classify_oom
@@ -55,10 +54,11 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("error", "kind", "helps"), TABLE, ids=lambda value: str(value)[:40])
-def test_known_messages(error, kind, helps):
-    assert classify_oom(error) == kind
-    assert diagnose(error).smaller_batch_helps is helps
+def test_known_messages(subtests):
+    for error, kind, helps in TABLE:
+        with subtests.test(error=error, kind=kind, helps=helps):
+            assert classify_oom(error) == kind
+            assert diagnose(error).smaller_batch_helps is helps
 
 
 def test_causes_are_followed():

@@ -127,6 +127,7 @@ def strike(plain: Result, stage: str) -> Strikes:
     return Strikes({stage: {1 + int(0.7 * plain.strikes.counts[stage])}})
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_differs_without_an_oom_and_one_in_forward_is_recovered_or_refused(name, plain, tmp_path):
     wanted = plain(name)
@@ -153,6 +154,7 @@ def test_an_oom_at_any_stage_is_recovered_or_refused(name, plain, tmp_path):
             check(name, stage, plain, tmp_path, {})
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("reduction", ["sample_mean", slow("token_mean")])
 # Not R-Drop: with dropout, chunks draw other masks than the whole.
 @pytest.mark.parametrize("name", [name for name in CASES if name not in KNOWN | {"R-Drop"}])
@@ -161,6 +163,7 @@ def test_a_wrong_declaration_is_found_out(name, reduction, plain, tmp_path):
         check(name, stage, plain, tmp_path, {"loss_reduction": reduction})
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", MEANS)
 def test_declared_means_are_split(name, plain, tmp_path):
     for stage in ("forward", "backward", "eval"):
@@ -169,6 +172,7 @@ def test_declared_means_are_split(name, plain, tmp_path):
         assert bool(found.refused) == refusable, found.refused
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_what_is_known_is_never_refused(name, plain, tmp_path):
     for stage in ("forward", "backward", "eval"):

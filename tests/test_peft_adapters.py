@@ -51,6 +51,7 @@ def _adapter(kind: str):
         pytest.skip(str(error))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(kind) for kind in _kinds() if kind not in REFUSED])
 def test_within_one_percent_of_a_real_run(kind):
     predicted = estimate(_config(LAYERS), FIELDS, LENGTH, "cpu", _adapter(kind), "float32").peak_allocated_bytes

@@ -18,6 +18,7 @@ from hf_memopt.presets import METHODS, get_preset
 from hf_memopt.units import GIB, MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planned", ["full", slow("lora")])
 def test_methods_are_compared_over_the_same_step(planned, monkeypatch):
     """Presets of a card have other lengths for other methods; samples twice as long are half as many. A method that

@@ -23,9 +23,8 @@ def zero(stage: int = 3, **parts) -> dict:
 CPU = {"device": "cpu", "pin_memory": True}
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
+def test_every_check_trips(subtests):
+    for made, words in [
         (Launch(world_size=8, parallel={"dp_shard": 2, "tp": 2}), ["dp_shard 2 × tp 2 = 4", "num_processes=4"]),
         (Launch(deepspeed={MICRO: 4}, batches={MICRO: 2}), [f"{MICRO}=4, TrainingArguments 2", '"auto"']),
         (Launch(deepspeed={"train_batch_size": 64}, batches={"train_batch_size": 32}), ["train_batch_size=64"]),
@@ -99,13 +98,12 @@ CPU = {"device": "cpu", "pin_memory": True}
             Launch(trained=10**15, deepspeed=zero(offload_optimizer={"device": "nvme", "nvme_path": "."})),
             ["nvme_path=. needs", "are free"],
         ),
-    ],
-)
-def test_every_check_trips(made, words):
-    (reason,) = problems(made)
-    assert all(word in reason for word in words) and "\n" not in reason
-    with pytest.raises(InputError, match="preflight: "):
-        check(made)
+    ]:
+        with subtests.test(made=made, words=words):
+            (reason,) = problems(made)
+            assert all(word in reason for word in words) and "\n" not in reason
+            with pytest.raises(InputError, match="preflight: "):
+                check(made)
 
 
 def test_every_reason_is_given_at_once():

@@ -26,50 +26,53 @@ def test_the_clusters_have_presets():
     assert {"l40s_x4", "a100_80gb_x8", "h100_80gb_x8"} <= set(list_presets())
 
 
-@pytest.mark.parametrize("name", sorted(set(list_hardware()) - set(list_presets())))
-def test_a_device_without_a_preset_trains_with_its_own_settings(name, tmp_path):
-    device = get_hardware(name)
-    for method in METHODS:
-        preset = get_preset(name, method)
-        assert (preset.name, preset.hardware) == (name, device)
-        assert not refusals(preset.setup())
-        args = _on_cpu(preset, tmp_path)
-        assert args.bf16 == device.native_bf16 and args.fp16 != args.bf16
-        assert "HSA_OVERRIDE_GFX_VERSION" not in preset.environment or device.architecture == "gfx1031"
+def test_a_device_without_a_preset_trains_with_its_own_settings(tmp_path, subtests):
+    for name in sorted(set(list_hardware()) - set(list_presets())):
+        with subtests.test(name=name):
+            device = get_hardware(name)
+            for method in METHODS:
+                preset = get_preset(name, method)
+                assert (preset.name, preset.hardware) == (name, device)
+                assert not refusals(preset.setup())
+                args = _on_cpu(preset, tmp_path)
+                assert args.bf16 == device.native_bf16 and args.fp16 != args.bf16
+                assert "HSA_OVERRIDE_GFX_VERSION" not in preset.environment or device.architecture == "gfx1031"
 
 
-@pytest.mark.parametrize(("name", "method"), ALL)
-def test_every_preset_builds_training_arguments(name, method, tmp_path):
-    from transformers import TrainingArguments
+def test_every_preset_builds_training_arguments(tmp_path, subtests):
+    for name, method in ALL:
+        with subtests.test(name=name, method=method):
+            from transformers import TrainingArguments
 
-    preset = get_preset(name, method)
-    args = _on_cpu(preset, tmp_path)
-    assert type(args) is TrainingArguments
-    product = args.per_device_train_batch_size * args.gradient_accumulation_steps * preset.processes
-    assert product == preset.effective_batch_size
-    assert args.activation_checkpointing_kwargs in (
-        None,
-        {"use_reentrant": False},
-        {"use_reentrant": False, "every_n_layers": 2},
-    )
-    assert bool(args.activation_checkpointing_kwargs) == args.activation_checkpointing
-    assert not refusals(preset.setup()), "a preset must not be what the table refuses"
-    assert preset.meant_for and preset.reference_model
+            preset = get_preset(name, method)
+            args = _on_cpu(preset, tmp_path)
+            assert type(args) is TrainingArguments
+            product = args.per_device_train_batch_size * args.gradient_accumulation_steps * preset.processes
+            assert product == preset.effective_batch_size
+            assert args.activation_checkpointing_kwargs in (
+                None,
+                {"use_reentrant": False},
+                {"use_reentrant": False, "every_n_layers": 2},
+            )
+            assert bool(args.activation_checkpointing_kwargs) == args.activation_checkpointing
+            assert not refusals(preset.setup()), "a preset must not be what the table refuses"
+            assert preset.meant_for and preset.reference_model
 
 
-@pytest.mark.parametrize(("name", "method"), ALL)
-def test_model_and_adapter_settings(name, method):
-    preset = get_preset(name, method)
-    kwargs = preset.model_kwargs()
-    assert kwargs["attn_implementation"] == "sdpa"  # no CUDA device in the tests
-    assert ("quantization_config" in kwargs) == (method == "qlora")
-    assert (preset.peft_config() is None) == (method == "full")
-    if method == "full" and preset.strategy in ("none", "ddp"):
-        assert kwargs["dtype"] == "float32"
-    if method == "qlora":
-        assert kwargs["quantization_config"].bnb_4bit_quant_type == "nf4"
-        sharded = with_strategy(preset, "fsdp2")  # a whole model need not fit where a shard does
-        assert preset.hardware.backend in ("cpu", "mps") or sharded.model_kwargs()["device_map"] == {"": "cpu"}
+def test_model_and_adapter_settings(subtests):
+    for name, method in ALL:
+        with subtests.test(name=name, method=method):
+            preset = get_preset(name, method)
+            kwargs = preset.model_kwargs()
+            assert kwargs["attn_implementation"] == "sdpa"  # no CUDA device in the tests
+            assert ("quantization_config" in kwargs) == (method == "qlora")
+            assert (preset.peft_config() is None) == (method == "full")
+            if method == "full" and preset.strategy in ("none", "ddp"):
+                assert kwargs["dtype"] == "float32"
+            if method == "qlora":
+                assert kwargs["quantization_config"].bnb_4bit_quant_type == "nf4"
+                sharded = with_strategy(preset, "fsdp2")  # a whole model need not fit where a shard does
+                assert preset.hardware.backend in ("cpu", "mps") or sharded.model_kwargs()["device_map"] == {"": "cpu"}
 
 
 @pytest.mark.parametrize(
@@ -92,18 +95,19 @@ def test_the_batches_that_were_asked_for(name, micro, accumulation, devices, tok
     assert (preset.processes, preset.seq_len) == (devices, tokens)
 
 
-@pytest.mark.parametrize(("name", "method"), ALL)
-def test_the_reference_model_is_predicted_to_fit(name, method):
+def test_the_reference_model_is_predicted_to_fit(subtests):
     """`make estimates` was run after the table changed."""
-    from hf_memopt.presets.reference import largest_model, reference_estimate
+    for name, method in ALL:
+        with subtests.test(name=name, method=method):
+            from hf_memopt.presets.reference import largest_model, reference_estimate
 
-    preset = get_preset(name, method)
-    row = reference_estimate(preset)
-    assert row and row["fits"], "run make estimates"
-    assert row["device_bytes"] <= 0.9 * preset.hardware.memory
-    if row["largest"]:
-        assert largest_model(preset).rpartition("/")[2] in preset.meant_for
-        assert row["largest"]["device_bytes"] <= 0.9 * preset.hardware.memory
+            preset = get_preset(name, method)
+            row = reference_estimate(preset)
+            assert row and row["fits"], "run make estimates"
+            assert row["device_bytes"] <= 0.9 * preset.hardware.memory
+            if row["largest"]:
+                assert largest_model(preset).rpartition("/")[2] in preset.meant_for
+                assert row["largest"]["device_bytes"] <= 0.9 * preset.hardware.memory
 
 
 @pytest.mark.parametrize(

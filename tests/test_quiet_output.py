@@ -27,6 +27,7 @@ def chatter(text: str) -> list[str]:
     return [pattern for pattern in CHATTER if re.search(pattern, text, re.MULTILINE)]
 
 
+@pytest.mark.slow
 def test_the_exported_run_says_what_is_to_be_read(tmp_path):
     """make train, shortened."""
     done = run("hf-memopt", "export", "cpu", tmp_path / "setup", "--recipe", "pretrain")
@@ -64,6 +65,7 @@ def test_no_recipe_chatters(name, tmp_path):
     assert re.search(r"^step 6/6: loss|^trained 6 steps", output, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_line_for_each_log(recipe, jsonl, tmp_path, capsys):
     """All of them are in the trainer's state. Who sets logging_steps gets a line for each."""
     data = jsonl([{"text": "word " * 20}] * 40)

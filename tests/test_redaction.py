@@ -19,9 +19,8 @@ from hf_memopt.redaction import REDACTED, is_secret, redact, redact_argv, redact
 SECRET = "s3cretValue42"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_names_of_secrets(subtests):
+    for name in [
         "hub_token",
         "push_to_hub_token",
         "--hub-token",
@@ -36,10 +35,9 @@ SECRET = "s3cretValue42"
         "my.db_password",
         "client_secret",
         "credentials",
-    ],
-)
-def test_names_of_secrets(name):
-    assert is_secret(name)
+    ]:
+        with subtests.test(name=name):
+            assert is_secret(name)
 
 
 @pytest.mark.parametrize(

@@ -246,9 +246,8 @@ def asked(*parts):
     return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}, SAY]}
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
+def test_video_rows_that_cannot_be_used(subtests):
+    for row, said in [
         (asked({"type": "video_url", "video_url": {"url": "a.mp4"}}), "'video_url'.*\"video\""),
         (asked({"type": "image_url", "image_url": {"url": "a.png"}}), "'image_url'"),
         (asked({"type": "audio", "audio": "a.wav"}), "'audio'"),
@@ -283,12 +282,11 @@ def asked(*parts):
             "an answer has a video",
         ),
         ({"video": "a.mp4", "caption": "<video>"}, "an answer has a video"),
-    ],
-)
-def test_video_rows_that_cannot_be_used(row, said):
-    with pytest.raises(InputError, match=f"row 7: .*{said}") as caught:
-        conversation(row, "row 7")
-    assert type(caught.value) is InputError, "not a bad video, which max_bad_videos would skip"
+    ]:
+        with subtests.test(row=str(row), said=said):
+            with pytest.raises(InputError, match=f"row 7: .*{said}") as caught:
+                conversation(row, "row 7")
+            assert type(caught.value) is InputError, "not a bad video, which max_bad_videos would skip"
 
 
 def test_tags_in_parts_of_text_are_tags():

@@ -103,9 +103,8 @@ def test_the_table_is_complete_and_true():
     assert len(found) >= 5
 
 
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
+def test_what_is_found(subtests):
+    for text, place in [
         ("import torch\ndef f(x):\n    torch.load(x)", ("f", "torch.load")),
         ("import torch\ntorch.load(x, weights_only=False)", ("", "torch.load")),
         ("import torch\ntorch.load(x, weights_only=flag)", ("", "torch.load")),
@@ -122,10 +121,9 @@ def test_the_table_is_complete_and_true():
         ("A.from_pretrained(x, trust_remote_code=True)", ("", "trust_remote_code=True")),
         ("load(x, weights_only=False)", ("", "weights_only=False")),
         ("import subprocess\nsubprocess.run(x, shell=True)", ("", "shell=True")),
-    ],
-)
-def test_what_is_found(text, place):
-    assert place in list(places(text))
+    ]:
+        with subtests.test(text=text, place=place):
+            assert place in list(places(text))
 
 
 @pytest.mark.parametrize(

@@ -199,10 +199,10 @@ REFUSED += [
 ]
 
 
-@pytest.mark.parametrize(("settings", "reason"), REFUSED)
-def test_what_cannot_be_shared_is_refused(settings, reason):
-    with pytest.raises(InputError, match=reason):
-        shared(**settings)
+def test_what_cannot_be_shared_is_refused(subtests):
+    for settings, reason in REFUSED:
+        with subtests.test(settings=settings, reason=reason), pytest.raises(InputError, match=reason):
+            shared(**settings)
 
 
 @pytest.mark.parametrize(("window", "refused"), [(4096, True), (8192, False)])

@@ -92,6 +92,7 @@ def test_stacks_that_are_refused(text, message, monkeypatch):
         name_stack([text])
 
 
+@pytest.mark.slow
 def test_plan_and_estimate_for_another_stack(tmp_path):
     done = run_forked(
         "hf-memopt",
