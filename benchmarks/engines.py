@@ -104,6 +104,14 @@ def predicted(case: dict, rank: int | None = None) -> int:
     return found.host_bytes - int(assumed("host_process_bytes", get_hardware("cpu")).value)
 
 
+def again(row: dict) -> dict:
+    """What is predicted now, for every rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(Path(folder))
+        one = case(row["strategy"], row["processes"], model)
+        return {"predicted_bytes": [predicted(one, rank) for rank in range(row["processes"])]}
+
+
 def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -41,13 +41,11 @@ def packed_rows():
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hf_memopt.estimator import estimate
     from hf_memopt.levers.adapters import add_adapters
 
     for number, (setting, job) in enumerate(JOBS["quantized"].items()):
         family, vocabulary = ("llama", "qwen2", "mistral")[number % 3], VOCABULARIES[number % 3]
-        config, packing, length = config_of(family, vocabulary, 8), four_bits(job["double"]), job["tokens"]
-        fields = {"per_device_train_batch_size": 2, "bf16": True, **with_checkpointing(job["fields"])}
+        config, fields, packing, length = packed_job(family, vocabulary, job)
         with tempfile.TemporaryDirectory() as folder:
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=packing)
@@ -55,8 +53,41 @@ def packed_rows():
         measured = loaded_bytes(model)
         adapted, rows = (lambda model=model: add_adapters(model, lora())), same_rows(length, 16)
         measured += trained_peak(adapted, fields, rows, eval_dataset=rows[:8])
-        found = estimate(config, fields, length, "cpu", lora(), "bfloat16", quantization_config=packing)
-        yield row_of(family, setting, length, vocabulary, config, found, measured)
+        yield row_of(
+            family, setting, length, vocabulary, config, predicted(family, setting, length, vocabulary), measured
+        )
+
+
+def packed_job(family: str, vocabulary: int, job: dict) -> tuple:
+    """Configuration, TrainingArguments fields, quantization and tokens of a job whose weights are packed."""
+    fields = {"per_device_train_batch_size": 2, "bf16": True, **with_checkpointing(job["fields"])}
+    return config_of(family, vocabulary, 8), fields, four_bits(job["double"]), job["tokens"]
+
+
+def plain_job(family: str, setting: str, vocabulary: int) -> tuple:
+    """Configuration, TrainingArguments fields, adapters, dtype and attention of any other job."""
+    job = JOBS["settings"][setting]
+    fields = {"per_device_train_batch_size": 2, **with_checkpointing(job.get("fields", {}))}
+    adapter = lora(**job["lora"]) if "lora" in job else None
+    config = config_of(family, vocabulary, job["layers"])
+    return config, fields, adapter, job.get("dtype", "float32"), job.get("attention")
+
+
+def predicted(family: str, setting: str, length: int, vocabulary: int):
+    """The estimate of a row's job."""
+    from hf_memopt.estimator import estimate
+
+    if setting in JOBS["quantized"]:
+        config, fields, packing, length = packed_job(family, vocabulary, JOBS["quantized"][setting])
+        return estimate(config, fields, length, "cpu", lora(), "bfloat16", quantization_config=packing)
+    config, fields, *more = plain_job(family, setting, vocabulary)
+    return estimate(config, fields, length, "cpu", *more)
+
+
+def again(row: dict) -> dict:
+    """What is predicted now."""
+    found = predicted(row["family"], row["setting"], row["seq_len"], row["vocab_size"])
+    return {"predicted_bytes": found.peak_allocated_bytes, "phase": found.phase}
 
 
 def row_of(family, setting, length, vocabulary, config, found, measured) -> dict:
@@ -105,18 +136,12 @@ def truth(config, fields, length, dtype, adapter, attention) -> int:
 
 
 def main() -> None:
-    from hf_memopt.estimator import estimate
-
     rows = []
     for family, setting, length, vocabulary in track(list(jobs()), description="jobs"):
-        job = JOBS["settings"][setting]
-        fields = {"per_device_train_batch_size": 2, **with_checkpointing(job.get("fields", {}))}
-        adapter = lora(**job["lora"]) if "lora" in job else None
-        dtype, attention = job.get("dtype", "float32"), job.get("attention")
-        config = config_of(family, vocabulary, job["layers"])
         start = time.perf_counter()
-        found = estimate(config, fields, length, "cpu", adapter, dtype, attention)
+        found = predicted(family, setting, length, vocabulary)
         seconds = time.perf_counter() - start
+        config, fields, adapter, dtype, attention = plain_job(family, setting, vocabulary)
         measured = truth(config, fields, length, dtype, adapter, attention)
         row = row_of(family, setting, length, vocabulary, config, found, measured)
         rows.append({**row, "estimating_s": round(seconds, 2)})

@@ -64,6 +64,13 @@ def estimated(task: str, model_type: str, kind: type, measure: bool) -> dict:
     return row
 
 
+def again(row: dict) -> dict:
+    """What is predicted now, or why nothing is."""
+    kind = next(kind for task, name, kind in jobs() if (task, name) == (row["task"], row["model_type"]))
+    now = estimated(row["task"], row["model_type"], kind, measure=False)
+    return {name: value for name, value in now.items() if name != "seconds"}
+
+
 def _building_error(kind: type, task: str) -> str:
     """Why transformers itself cannot build a model from a configuration's defaults; empty where it can."""
     import torch

@@ -84,16 +84,25 @@ def measured(name: str) -> tuple[int, int]:
     return peak, state_bytes(trainers[0].optimizer.optimizer)
 
 
-def row_of(name: str) -> dict:
+def again(row: dict) -> dict:
+    """What is predicted now."""
     from hf_memopt import InputError, estimate
 
-    row: dict = {"optim": name}
     try:
-        estimated = estimate(config(), fields(name), LENGTH, "cpu")
+        estimated = estimate(config(), fields(row["optim"]), LENGTH, "cpu")
     except InputError as error:
-        return {**row, "refused": str(error)}
-    row["traced_bytes"] = estimated.peak_allocated_bytes
-    row["state_bytes"] = estimated.breakdown["optimizer_states"]
+        return {"refused": str(error)}
+    return {
+        "traced_bytes": estimated.peak_allocated_bytes,
+        "state_bytes": estimated.breakdown["optimizer_states"],
+    }
+
+
+def row_of(name: str) -> dict:
+    row: dict = {"optim": name}
+    row |= again(row)
+    if "refused" in row:
+        return row
     try:
         row["measured_bytes"], row["measured_state_bytes"] = measured(name)
     except Exception as error:  # whatever a package raises, the table is to show

@@ -177,19 +177,29 @@ def predicted(row: dict):
         return estimate(**job_arguments(row))
 
 
+def size_of(row: dict) -> int:
+    """The predicted bytes of what the row measured."""
+    found = predicted(row)
+    if row["metric"].startswith("NVML"):  # of 2022, without expandable segments
+        return found.reserved_bytes["segments"] + row["also"]["cuda_context_mib"] * 2**20
+    return found.peak_allocated_bytes
+
+
+def again(row: dict) -> dict:
+    """What is predicted now."""
+    return {"predicted_bytes": size_of(next(one for one in json.loads(DATA.read_text()) if one["id"] == row["id"]))}
+
+
 def main(only: list[str]) -> None:
     rows = []
     chosen = [row for row in json.loads(DATA.read_text()) if not only or row["id"] in only]
     for row in track(chosen, description="published rows"):
         told = {name: row[name] for name in ("id", "tier", "model", "method", "micro_batch", "n_gpus", "source")}
         try:
-            found = predicted(row)
+            size = size_of(row)
         except Exception as failure:
             print(f"not traced: {row['id']}: {str(failure)[:150]}")
             continue
-        size = found.peak_allocated_bytes
-        if row["metric"].startswith("NVML"):  # of 2022, without expandable segments
-            size = found.reserved_bytes["segments"] + row["also"]["cuda_context_mib"] * 2**20
         error = round(size / row["peak_bytes"] - 1, 5)
         rows.append({**told, "predicted_bytes": size, "published_bytes": row["peak_bytes"], "error": error})
     for row in sorted(rows, key=lambda row: (row["tier"], row["method"], row["error"])):

@@ -33,5 +33,11 @@ def compared(row: dict) -> dict:
     return row | figures | kept(found, "device_bytes")
 
 
+def again(row: dict) -> dict:
+    """What is predicted now."""
+    found = predicted(row["shape"], row["offload"])
+    return {"allocated_bytes": found.peak_allocated_bytes} | kept(found, "device_bytes")
+
+
 if __name__ == "__main__":
     record_each("long_samples", compared, [(row,) for row in ROWS])

@@ -23,6 +23,7 @@ from hf_memopt.hardware.host_memory import assumed_host_memory
 
 JOBS = tomllib.loads((Path(__file__).parent / "data" / "predictions.toml").read_text(encoding="utf-8"))
 TOKENS = JOBS["cards"]["tokens"]
+PRESETS = {"gpu": "a100_80gb", "mps": "apple_m4_max_64gb"}  # whose settings stand for all cards of a kind
 SMALLEST = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, **CHECKPOINTED}
 FIELDS = {
     "fp32": {},
@@ -46,9 +47,9 @@ def predicted(preset, model: str, fields: dict, tokens: int, hardware, **more) -
     return sizes | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def smallest(kind: str, preset_name: str, model: str, method: str) -> dict:
+def smallest(kind: str, model: str, method: str) -> dict:
     """The smallest settings of a method on a kind of device; streamed is QLoRA whose weights host memory holds."""
-    preset = get_preset(preset_name, method="qlora" if method == "streamed" else method)
+    preset = get_preset(PRESETS[kind], method="qlora" if method == "streamed" else method)
     fields = SMALLEST | ({} if kind == "mps" else {"optim": "adamw_8bit"})
     fields |= {"bf16": preset.precision == "bf16", "fp16": preset.precision == "fp16"}
     more = {"dtype": "bfloat16" if method == "full" else preset.dtype}
@@ -59,10 +60,10 @@ def smallest(kind: str, preset_name: str, model: str, method: str) -> dict:
 
 def cards():
     streamed = []
-    for kind, preset in (("gpu", "a100_80gb"), ("mps", "apple_m4_max_64gb")):
+    for kind in PRESETS:
         for model in JOBS["cards"]["models"]:
             for method in ("full", "lora", "qlora", *(["streamed"] if kind == "gpu" else [])):
-                row = smallest(kind, preset, model, method)
+                row = smallest(kind, model, method)
                 streamed += [row] if method == "streamed" else []
                 yield row
     for name in JOBS["cards"]["cards"]:
@@ -82,32 +83,39 @@ def host_memory(model: str, card: str) -> int | None:
 
 
 def clusters():
+    for name, method, strategies in JOBS["clusters"]["jobs"]:
+        for strategy in strategies.split():
+            yield of_cluster(name, method, strategy)
+
+
+def of_cluster(name: str, method: str, strategy: str) -> dict:
     """Of the device that needs most."""
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.spec_job import preset_spec, spec_job
 
-    for name, method, strategies in JOBS["clusters"]["jobs"]:
-        for strategy in strategies.split():
-            preset = get_preset(name, method, strategy)
-            row = {"preset": name, "method": method, "model": preset.reference_model, "tokens": preset.seq_len}
-            row |= {"devices": preset.processes, "strategy": strategy}
-            try:
-                found = estimate_job(spec_job(preset_spec(preset, memory_args=MemoryArguments())))
-            except InputError as error:
-                yield row | {"refused": str(error)}
-                continue
-            yield row | kept(found, "device_bytes", "capacity_bytes", "host_bytes", "phase", "breakdown")
+    preset = get_preset(name, method, strategy)
+    row = {"preset": name, "method": method, "model": preset.reference_model, "tokens": preset.seq_len}
+    row |= {"devices": preset.processes, "strategy": strategy}
+    try:
+        found = estimate_job(spec_job(preset_spec(preset, memory_args=MemoryArguments())))
+    except InputError as error:
+        return row | {"refused": str(error)}
+    return row | kept(found, "device_bytes", "capacity_bytes", "host_bytes", "phase", "breakdown")
 
 
 def trl():
+    for job in JOBS["trl"]["jobs"]:
+        yield of_trl(*job)
+    yield from ({"card": name, "capacity_bytes": get_hardware(name).memory} for name in JOBS["trl"]["cards"])
+
+
+def of_trl(task: str, method: str, samples: int, tokens: int, fields: dict) -> dict:
     """With TRL's defaults for what a job does not say."""
     model = JOBS["trl"]["model"]
-    for task, method, samples, tokens, fields in JOBS["trl"]["jobs"]:
-        row = {"model": model, "task": task, "method": method, "samples": samples, "tokens": tokens, "fields": fields}
-        fields = {"per_device_train_batch_size": samples, **fields}
-        preset = get_preset("a100_80gb", method=method)
-        yield row | predicted(preset, model, fields, tokens, "a100_80gb", dtype="bfloat16", task=task)
-    yield from ({"card": name, "capacity_bytes": get_hardware(name).memory} for name in JOBS["trl"]["cards"])
+    row = {"model": model, "task": task, "method": method, "samples": samples, "tokens": tokens, "fields": fields}
+    fields = {"per_device_train_batch_size": samples, **fields}
+    preset = get_preset("a100_80gb", method=method)
+    return row | predicted(preset, model, fields, tokens, "a100_80gb", dtype="bfloat16", task=task)
 
 
 def plans():
@@ -205,6 +213,22 @@ def offloading():
             }
             row = {"model": model, "hardware": hardware, "devices": preset.processes, "strategy": strategy}
             yield row | {"tokens_of_a_device": tokens * accumulation, "times_as_long": factors}
+
+
+def again(row: dict) -> dict:
+    """What is predicted now for a row of cards, clusters, trl, or of a guide."""
+    if "kind" in row:
+        now = smallest(row["kind"], row["model"], row["method"])
+    elif "preset" in row:
+        now = of_cluster(row["preset"], row["method"], row["strategy"])
+    elif "task" in row:
+        now = of_trl(*(row[name] for name in ("task", "method", "samples", "tokens", "fields")))
+    else:
+        guides = [{**table, **one} for table in JOBS["guides"] for one in table["rows"]]
+        now = as_the_guide_says(
+            next(one for one in guides if (one["table"], one["title"]) == (row["table"], row["title"]))
+        )
+    return {name: value for name, value in now.items() if name != "seconds"}
 
 
 TABLES = {"cards": cards, "clusters": clusters, "trl": trl, "plans": plans, "offloading": offloading}

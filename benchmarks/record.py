@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from importlib import metadata
@@ -32,6 +33,7 @@ def record(name: str, rows, command: str = "", **more) -> None:
         "benchmark": name,
         "command": command or f"python benchmarks/{name}.py",
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": _commit(),
         "hardware": {
             "device": device.label,
             "memory_bytes": device.memory,
@@ -47,6 +49,12 @@ def record(name: str, rows, command: str = "", **more) -> None:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"wrote {path}")
+
+
+def _commit() -> str:
+    """The package's, with a plus where files differ from it; empty without git."""
+    ask = ["git", "-C", RESULTS, "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(ask, capture_output=True, text=True).stdout.strip()
 
 
 def kept(found, *names: str) -> dict:

@@ -133,6 +133,22 @@ def compare_run(row: dict) -> dict:
     return compared(row, fitted, row["measured_tokens_per_second"], found.tokens_per_second, found.speed_kind)
 
 
+def again(row: dict) -> dict:
+    """What is predicted now."""
+    for file, compare_row in SOURCES.items():
+        for one in json.loads((FOLDER / file).read_text()):
+            if one["id"] == row["id"]:
+                return {"predicted_tokens_per_second": compare_row(one)["predicted_tokens_per_second"]}
+    raise KeyError(row["id"])
+
+
+SOURCES = {
+    "published_peaks.json": compare,
+    "published_peaks_peft.json": compare_adapter,
+    "published_speeds.json": compare_run,
+}
+
+
 def compared(row: dict, fitted: bool, measured: float, predicted: float, kind: str) -> dict:
     from hf_memopt.estimator.speed_errors import find_error
     from hf_memopt.hardware import get_hardware
