@@ -1,5 +1,6 @@
 """YAML that a user wrote, as values."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,10 @@ def read_text(path: str | Path, where: str) -> str:
         raise
     except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
         raise InputError(f"{where}: cannot be read: {one_line(error)}") from error
+
+
+def module_names(value: Any) -> Any:
+    """A list of the modules that a text names, with commas or spaces between them. peft takes a text for a pattern of
+    a whole path, of which a name is none; other patterns, and all-linear, stay as they are."""
+    named = isinstance(value, str) and re.fullmatch(r"[\w.,\s]*\w", value)
+    return re.split(r"[,\s]+", value.strip()) if named else value

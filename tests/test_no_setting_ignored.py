@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 
 from hf_memopt import MemoryArguments
 from hf_memopt.cli.estimate import settle_job
-from hf_memopt.cli.settings import command_spec
+from hf_memopt.cli.settings import command_spec, parse_settings
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.api import estimate_job
@@ -262,3 +262,20 @@ def test_an_estimate_says_which_attention_the_model_took():
         "float32, adamw_torch_fused, no checkpointing, sdpa, plain loss, 3 × 1 × 1"
     )
     assert ", eager, " in estimate(config, {}, 32, "rtx_4090", attn_implementation="eager").estimated
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("q_proj", ["q_proj"]),
+        ("q_proj,v_proj", ["q_proj", "v_proj"]),
+        ("q_proj, mlp.up_proj", ["q_proj", "mlp.up_proj"]),
+        ("[q_proj, v_proj]", ["q_proj", "v_proj"]),
+        ("all-linear", "all-linear"),
+        (r".*\.(q|v)_proj", r".*\.(q|v)_proj"),
+        ("true", True),
+    ],
+)
+def test_modules_are_named_as_people_write_lists(text, expected):
+    """peft takes a text for a pattern of a whole path, and finds no module of that name."""
+    assert parse_settings([f"lora.target_modules={text}"])["lora"] == {"target_modules": expected}

@@ -1,6 +1,7 @@
 """make regress: what differs is named, to the byte of memory and to a thousandth of a speed."""
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import regress  # noqa: E402
+
+from hf_memopt.hardware.allocator import SPELLINGS  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -26,10 +29,44 @@ def test_differences_are_named(now, named):
     assert list(regress.differences({"bytes": 1000, "speed": 100.0}, now)) == named
 
 
+SMALL = ("llama.json", "bert.json", "t5.json", "mixtral.json")
+
+
+def lines(*, small):
+    """The lines about models of a few layers, or the others."""
+    return pytest.mark.parametrize("line", [line for line in regress.asked() if any(map(line.count, SMALL)) == small])
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What hf-memopt answers in this process, on any machine."""
+    monkeypatch.chdir(regress.FOLDER)
+    for name in SPELLINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_MEMOPT_CALIBRATION", "off")
+    monkeypatch.setenv("COLUMNS", "100")
+    yield regress.answer
+    logging.getLogger("hf_memopt").setLevel(logging.NOTSET)
+
+
+@pytest.mark.kept
+@lines(small=True)
+def test_small_answers_are_those_that_were_frozen(line, asked):
+    """Every figure and word of them; make regress ARGS=--freeze, where they are meant to change."""
+    assert not list(regress.differences(json.loads(regress.FROZEN.read_text())[line], asked(line)))
+
+
+@pytest.mark.slow
+@lines(small=False)
+def test_other_answers_are_those_that_were_frozen(line, asked):
+    assert not list(regress.differences(json.loads(regress.FROZEN.read_text())[line], asked(line)))
+
+
 PROGRAM = """
 import sys, regress
 from pathlib import Path
-regress.FOLDER, regress.FROZEN = Path(sys.argv[1]), Path(sys.argv[1]) / "frozen.json"
+folder = Path(sys.argv.pop())
+regress.FOLDER, regress.FROZEN = folder, folder / "frozen.json"
 sys.exit(regress.main())
 """
 
@@ -37,7 +74,7 @@ sys.exit(regress.main())
 def test_a_frozen_answer_that_is_another_fails(tmp_path):
     """One line is asked again, whose frozen answer is a byte off."""
     frozen = json.loads(regress.FROZEN.read_text())
-    line = next(line for line in frozen if line.startswith("estimate") and "zero" not in line)
+    line = "estimate llama.json --hardware cpu --seq-len 128"
     answer = json.loads(json.dumps(frozen[line]))
     answer["answer"]["peak_allocated_bytes"] += 1
     shutil.copytree(regress.FOLDER, tmp_path, dirs_exist_ok=True)

@@ -45,8 +45,8 @@ class EstimatedJob:
             *speed_lines(estimate, self.took, self.amount),
             *host_lines(estimate.host_bytes),
         ]
-        then = {True: ", and then it fits", False: "", None: ""}
-        lines = [f"{one.change}: {size(one.saved_bytes)} less{then[one.fits]}" for one in self.savings]
+        then = {True: ", and then it fits"} if not estimate.fits else {}
+        lines = [f"{one.change}: {size(one.saved_bytes)} less{then.get(one.fits, '')}" for one in self.savings]
         print_answer(head, one_each("change", lines), [*self._no_way(), *note_lines(estimate.notes)])
 
     def _print_tables(self) -> None:

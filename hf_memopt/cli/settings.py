@@ -9,7 +9,7 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import DTYPES
 from hf_memopt.presets.quantization import check_quantization
-from hf_memopt.yaml_values import read_yaml
+from hf_memopt.yaml_values import module_names, read_yaml
 
 _PREFIXES = ("lora", "quantization", "model")
 _OWN = {
@@ -69,6 +69,7 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
             raise InputError(f"--set {setting}: only lora., quantization. and model. have keys of their own")
         group = prefix if dot else next((group for group, keys in by_group.items() if key in keys), "")
         value, place = read_yaml(text, f"--set {key}"), name if dot else key
+        value = module_names(value) if place.endswith("modules") else value
         if groups[group].setdefault(place, value) != value:
             raise InputError(f"--set {setting}: {key} is {brief(groups[group][place])} already; set it once")
     own = fit(_OWN, groups["own"], "--set ")

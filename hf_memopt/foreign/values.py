@@ -10,7 +10,7 @@ from hf_memopt.engines.fsdp import fsdp_settings
 from hf_memopt.errors import InputError, brief
 from hf_memopt.files import read_json
 from hf_memopt.foreign.key_table import Table, is_off
-from hf_memopt.yaml_values import read_yaml
+from hf_memopt.yaml_values import module_names, read_yaml
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 # What shipped DeepSpeed files leave to the Trainer.
@@ -73,10 +73,7 @@ def fsdp1(value: Any, table: Table, folder: Path) -> dict[str, Any]:
 
 
 def modules(value: Any, *_: Any) -> Any:
-    """Names of modules, of a list or of a text with commas or spaces; a pattern stays a text."""
-    if isinstance(value, str) and re.fullmatch(r"[\w.,\s-]+", value):
-        return re.split(r"[,\s]+", value.strip())
-    return value
+    return module_names(value)
 
 
 def mapping(value: Any, *_: Any) -> Any:

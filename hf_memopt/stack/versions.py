@@ -64,6 +64,7 @@ def name_stack(versions: list[str]) -> list[str]:
         InputError: one is written otherwise, or is older than what was tried.
     """
     sentences = []
+    named.clear()  # an earlier answer's
     for text in versions:
         package, equals, version = (part.strip() for part in text.partition("=="))
         if not equals or not re.fullmatch(r"\d+(\.\d+)*", version):
