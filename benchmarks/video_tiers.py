@@ -15,9 +15,9 @@ from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.files import write_whole
-from hf_memopt.planner.video_tiers import EFFECTIVE_BATCH, NothingFits, Wish, choose_tier, tier_job
+from hf_memopt.planner.video_tiers import EFFECTIVE_BATCH, NothingFits, TierLimits, choose_tier, tier_job
 from hf_memopt.presets import METHODS, Preset, list_presets, preset_by_name
-from hf_memopt.presets.video_tiers import TIERS_FILE
+from hf_memopt.presets.tier_file import TIERS_FILE
 from hf_memopt.video.processor import read_video_settings
 
 # Larger models are estimated when a run begins, unless their weights alone are too large.
@@ -41,7 +41,7 @@ def tier_row(preset: Preset, model: str, map_fn=on_all_cores) -> dict[str, Any]:
     row = {"preset": preset.name, "method": preset.method, "model": model, "capacity_bytes": preset.hardware.memory}
     try:
         job = tier_job(video_preset(preset), load_config(model), video_settings=read_video_settings(model))
-        tier = choose_tier(job, Wish(), map_fn=map_fn)
+        tier = choose_tier(job, TierLimits(), map_fn=map_fn)
     except NothingFits as short:
         return row | {"max_frames": 0, "needed_bytes": short.needed}
     except InputError as error:  # 4-bit weights on a Mac

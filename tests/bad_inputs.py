@@ -84,7 +84,7 @@ def settings() -> Iterator[BadInput]:
     from transformers import TrainingArguments
 
     from hf_memopt.levers.arguments import MemoryArguments
-    from hf_memopt.recipe.arguments import RecipeArguments
+    from hf_memopt.recipe.recipe_arguments import RecipeArguments
     from hf_memopt.recipe.video import VideoArguments
 
     seen: set[str] = {"config"}
@@ -118,7 +118,7 @@ def _in_file(name: str, value: Any) -> Callable[[Path], Any]:
 def built(argv: list[str], folder: Path):
     """TrainingArguments as a recipe on the CPU builds them."""
     from hf_memopt.presets import get_preset
-    from hf_memopt.recipe.arguments import parse
+    from hf_memopt.recipe.recipe_arguments import parse
     from hf_memopt.recipe.video import VideoArguments
 
     parsed = parse(argv, own=VideoArguments)
@@ -208,7 +208,7 @@ def nested() -> Iterator[BadInput]:
 def _set(word: str):
     from hf_memopt.cli.settings import parse_settings
     from hf_memopt.presets import get_preset
-    from hf_memopt.presets.arguments import resolve
+    from hf_memopt.presets.training_arguments import resolve
 
     return resolve(get_preset("cpu"), 1, parse_settings([word])["training"])
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_memopt import InputError
-from hf_memopt.cli.answer import command_lines, memory_bar, note_lines, one_each, paragraph, print_answer
+from hf_memopt.cli.answer_printed import command_lines, memory_bar, note_lines, one_each, paragraph, print_answer
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.planner.data_use import Use, find_use
 from hf_memopt.terminal import PlainStream, clear_status, show_status

@@ -17,9 +17,9 @@ LONGEST = 20.0  # seconds: a person waits so long for an answer and no longer
 @pytest.fixture
 def quiet_parser(monkeypatch):
     """One parser for all entries: making it takes longer than parsing."""
-    from hf_memopt.recipe import arguments
+    from hf_memopt.recipe import recipe_arguments
 
-    monkeypatch.setattr(arguments, "_parser", functools.cache(arguments._parser))
+    monkeypatch.setattr(recipe_arguments, "_parser", functools.cache(recipe_arguments._parser))
 
 
 def walk(entries, tmp_path, monkeypatch) -> list[str]:

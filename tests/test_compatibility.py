@@ -133,10 +133,10 @@ def test_a_missing_bitsandbytes_is_named_for_qlora(monkeypatch):
 
 def test_bfloat16_on_a_card_without_it(tmp_path, monkeypatch):
     """The T4 is a stand-in: its catalog entry, and torch reports a CUDA device."""
-    from hf_memopt.presets import arguments
+    from hf_memopt.presets import training_arguments
 
     preset = get_preset("t4")
-    monkeypatch.setattr(arguments, "_present", lambda preset: preset.hardware)
+    monkeypatch.setattr(training_arguments, "_present", lambda preset: preset.hardware)
     with pytest.raises(InputError, match=r"NVIDIA T4 only emulates bfloat16.*use fp16=True"):
         preset.training_arguments(str(tmp_path), bf16=True)
 

@@ -175,7 +175,7 @@ def test_settings_that_others_are_translated_to_exist():
     from trl import SFTConfig
 
     from hf_memopt import MemoryArguments
-    from hf_memopt.recipe.arguments import RecipeArguments
+    from hf_memopt.recipe.recipe_arguments import RecipeArguments
     from hf_memopt.recipe.video import VideoArguments
 
     known = {
@@ -277,8 +277,8 @@ def _launch(words: list[str]) -> None:
 
     from hf_memopt.presets.trl_configs import trl_class
     from hf_memopt.recipe.answers import AnswerArguments
-    from hf_memopt.recipe.arguments import RecipeArguments, parse
     from hf_memopt.recipe.preference import PreferenceArguments
+    from hf_memopt.recipe.recipe_arguments import RecipeArguments, parse
     from hf_memopt.recipe.video import VideoArguments
 
     given = launch_command_parser().parse_args(words[2:])

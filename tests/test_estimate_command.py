@@ -131,7 +131,7 @@ def test_a_printed_estimate_is_three_short_lines(small_estimate):
 
 def _job(estimate, savings=()):
     from hf_memopt.cli.estimate_printed import EstimatedJob
-    from hf_memopt.cli.speed import AmountOptions
+    from hf_memopt.cli.speed_printed import AmountOptions
 
     return EstimatedJob(
         title="a job", settings=None, estimate=estimate, savings=list(savings), took=None, amount=AmountOptions()

@@ -325,7 +325,7 @@ def test_4_bit_weights_are_right_to_one_percent(tmp_path):
         default_data_collator,
     )
 
-    from hf_memopt.estimator.tracing.quantization import loaded_tensors
+    from hf_memopt.estimator.tracing.fake_quantization import loaded_tensors
     from hf_memopt.levers.adapters import add_adapters
 
     packing = BitsAndBytesConfig(

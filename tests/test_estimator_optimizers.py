@@ -8,7 +8,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_memopt import InputError, estimate
 from hf_memopt.compatibility.rules import BITSANDBYTES, PACKAGES
-from hf_memopt.estimator.tracing import optimizers
+from hf_memopt.estimator.tracing import untraced_optimizers
 from hf_memopt.hardware import get_hardware
 from hf_memopt.packages import is_installed
 
@@ -49,7 +49,7 @@ def test_every_optimizer_is_estimated_or_refused_in_one_sentence(name, hardware)
         reason = "use ademamix"
     elif reason is None and name in PACKAGES and not is_installed(PACKAGES[name]):
         reason = f"pip install {PACKAGES[name][:4]}|pip install torch-optimi"
-    elif reason is None and name in optimizers._CUDA_ONLY | optimizers._OTHER_ON_DEVICES:
+    elif reason is None and name in untraced_optimizers._CUDA_ONLY | untraced_optimizers._OTHER_ON_DEVICES:
         reason = "no trace on a CPU shows"
     if reason is None:
         assert estimated(name, hardware).fits is not None
@@ -65,7 +65,7 @@ def test_every_optimizer_is_estimated_or_refused_in_one_sentence(name, hardware)
 @pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit"])
 def test_torchaos_states_are_counted_where_it_is_missing(name, hardware, dtype, monkeypatch):
     traced = estimated(name, hardware, dtype)
-    monkeypatch.setattr(optimizers, "by_formula", lambda optim: True)
+    monkeypatch.setattr(untraced_optimizers, "by_formula", lambda optim: True)
     counted = estimated(name, hardware, dtype)
     assert counted.peak_allocated_bytes == pytest.approx(traced.peak_allocated_bytes, rel=0.002)
     assert counted.host_bytes == pytest.approx(traced.host_bytes, rel=0.002)

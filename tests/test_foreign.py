@@ -143,7 +143,7 @@ def test_a_file_without_a_length_asks_for_it(command):
 def test_migrate_writes_what_the_recipe_takes(command, tmp_path):
     from hf_memopt.presets.trl_configs import trl_class
     from hf_memopt.recipe.answers import AnswerArguments
-    from hf_memopt.recipe.arguments import parse
+    from hf_memopt.recipe.recipe_arguments import parse
 
     code, output, _ = command("migrate", str(_axolotl(tmp_path)))
     assert code == 0 and output.startswith("accelerate launch") and "recipes/sft.py" in output
@@ -204,7 +204,7 @@ def test_commands_that_cannot_be_answered_are_refused_in_one_sentence(text, word
 
 
 def test_a_recipes_config_names_the_tool(tmp_path):
-    from hf_memopt.recipe.arguments import parse
+    from hf_memopt.recipe.recipe_arguments import parse
 
     with pytest.raises(InputError, match="is axolotl's: hf-memopt estimate"):
         parse(["--config", str(_axolotl(tmp_path))])

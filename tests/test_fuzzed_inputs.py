@@ -116,7 +116,7 @@ def _fields() -> list[str]:
     from transformers import TrainingArguments
 
     from hf_memopt.levers.arguments import MemoryArguments
-    from hf_memopt.recipe.arguments import RecipeArguments
+    from hf_memopt.recipe.recipe_arguments import RecipeArguments
 
     return [
         field.name
@@ -137,9 +137,9 @@ NO_LINE_BREAKS = {"allow_unicode": False}
 def test_any_bytes_as_settings(content, tmp_path, monkeypatch):
     from bad_inputs import built
 
-    from hf_memopt.recipe import arguments
+    from hf_memopt.recipe import recipe_arguments
 
-    monkeypatch.setattr(arguments, "_parser", _parser())
+    monkeypatch.setattr(recipe_arguments, "_parser", _parser())
     (tmp_path / "run.yaml").write_bytes(content)
     try:
         built(["--config", str(tmp_path / "run.yaml")], tmp_path)
@@ -149,9 +149,9 @@ def test_any_bytes_as_settings(content, tmp_path, monkeypatch):
 
 @functools.cache
 def _parser():
-    from hf_memopt.recipe import arguments
+    from hf_memopt.recipe import recipe_arguments
 
-    return functools.cache(arguments._parser)
+    return functools.cache(recipe_arguments._parser)
 
 
 @BOUNDED

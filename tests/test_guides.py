@@ -117,8 +117,8 @@ def _known() -> set[str]:
 
     import hf_memopt
     from hf_memopt.levers.arguments import PROFILES, MemoryArguments
-    from hf_memopt.presets.catalog import strategies
-    from hf_memopt.recipe.arguments import RecipeArguments
+    from hf_memopt.presets.named_presets import strategies
+    from hf_memopt.recipe.recipe_arguments import RecipeArguments
     from hf_memopt.recipe.video import VideoArguments
 
     kinds = (TrainingArguments, MemoryArguments, RecipeArguments, VideoArguments, LoraConfig)

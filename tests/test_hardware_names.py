@@ -57,7 +57,7 @@ def _family(text, count):
         found = set(re.findall(r"\w+", str(error)))
         return ({*found, *catalog()} if " more" in str(error) else found), count
     written, _ = device_names.counted(text, catalog())
-    return {card, *device_names.candidates(written, catalog())}, devices
+    return {card, *device_names.names_meant(written, catalog())}, devices
 
 
 def _cases():

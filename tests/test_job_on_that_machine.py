@@ -9,7 +9,7 @@ from hf_memopt import estimate
 from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.hardware import list_hardware
 from hf_memopt.presets import get_preset, list_presets
-from hf_memopt.presets.catalog import nearest_preset
+from hf_memopt.presets.named_presets import nearest_preset
 
 
 def _config(dtype=None, positions=2048):

@@ -71,7 +71,7 @@ def test_devices_that_share_the_tokens_of_a_batch(command, tmp_path):
     from accelerate.commands.config.config_args import load_config_from_file
 
     from hf_memopt.compatibility import check_config_file
-    from hf_memopt.data.batches import with_positions
+    from hf_memopt.data.sample_batches import with_positions
 
     words = ["export", "h100_80gb_x8", tmp_path / "run", "--strategy", "zero3", "--sequence-parallel", "4"]
     code, _, err = command(*words)

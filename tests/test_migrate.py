@@ -17,9 +17,9 @@ from hf_memopt.foreign.source import read_source
 from hf_memopt.foreign.translate import translate
 from hf_memopt.presets.trl_configs import trl_class
 from hf_memopt.recipe.answers import AnswerArguments
-from hf_memopt.recipe.arguments import parse
 from hf_memopt.recipe.preference import PreferenceArguments
 from hf_memopt.recipe.prompts import RolloutArguments
+from hf_memopt.recipe.recipe_arguments import parse
 
 FOLDER = Path(__file__).parent / "foreign_configs"
 OF_RECIPE = {

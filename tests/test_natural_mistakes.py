@@ -97,11 +97,11 @@ def test_every_bundled_name_stands_for_its_own_file():
 def test_no_argument_of_a_recipe_is_another_tools_word(name, recipe, monkeypatch):
     """export refuses those words without asking the recipe's parser; and what is judged before it is what it knows."""
     from hf_memopt.other_names import meant_by
-    from hf_memopt.recipe import argument_check, arguments
+    from hf_memopt.recipe import argument_check, recipe_arguments
 
     actions, known = {}, {}
-    parser = arguments._parser
-    monkeypatch.setattr(arguments, "_parser", lambda *given: actions.setdefault("parser", parser(*given)))
+    parser = recipe_arguments._parser
+    monkeypatch.setattr(recipe_arguments, "_parser", lambda *given: actions.setdefault("parser", parser(*given)))
     monkeypatch.setattr(
         argument_check, "check_words", lambda own, kind, argv: known.update(argument_check.known_arguments(own, kind))
     )

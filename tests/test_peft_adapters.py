@@ -6,7 +6,7 @@ from test_estimator import LENGTH, _config, _truth
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
-from hf_memopt.estimator.tracing.adapters import adapter_at_depth, adapts_layers_alike
+from hf_memopt.estimator.tracing.shallow_adapters import adapter_at_depth, adapts_layers_alike
 
 LAYERS = 9  # more than are traced whole
 LINEAR = {"target_modules": ["q_proj", "v_proj"]}

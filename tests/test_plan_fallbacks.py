@@ -21,7 +21,7 @@ from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.fallbacks import fallbacks
 from hf_memopt.planner.launch import launch_command, launcher_command
 from hf_memopt.planner.settle import settle
-from hf_memopt.planner.streaming import weights_alone
+from hf_memopt.planner.streamed_weights import weights_alone
 from hf_memopt.presets import preset_by_name
 from hf_memopt.units import GIB
 

@@ -45,7 +45,7 @@ def _accelerate_reads(words: list[str]):
     ],
 )
 def test_the_launch_command_is_what_accelerate_and_the_recipe_read(hardware, method, strategy, flags, monkeypatch):
-    from hf_memopt.recipe.arguments import parse
+    from hf_memopt.recipe.recipe_arguments import parse
 
     monkeypatch.setenv("MACHINE_RANK", "1")
     monkeypatch.setenv("MAIN_PROCESS_IP", "10.0.0.1")
@@ -128,7 +128,7 @@ _ANY_ESTIMATE = Estimate(1, 1, 1, 1, "forward", {}, {}, 2, {}, ())
 
 
 def test_videos_are_launched_with_their_frames():
-    from hf_memopt.recipe.arguments import parse
+    from hf_memopt.recipe.recipe_arguments import parse
     from hf_memopt.recipe.video import VideoArguments
     from hf_memopt.video.inputs import VideoInputs
 

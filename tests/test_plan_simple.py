@@ -8,7 +8,7 @@ import pytest
 from test_plan import config, least, spec_for
 
 from hf_memopt import InputError, plan
-from hf_memopt.cli.answer import host_lines
+from hf_memopt.cli.answer_printed import host_lines
 from hf_memopt.cli.plan_printed import _print_methods, _print_profiles
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.result import Estimate

@@ -151,7 +151,7 @@ def test_the_command_of_a_plan_is_what_the_recipe_reads(tmp_path):
     from hf_memopt.levers.refusals import check_with_trl
     from hf_memopt.presets.trl_configs import trl_class
     from hf_memopt.recipe.answers import AnswerArguments
-    from hf_memopt.recipe.arguments import parse
+    from hf_memopt.recipe.recipe_arguments import parse
 
     config(2).save_pretrained(tmp_path)
     training = {"optim": "adamw_torch", "packing": True}

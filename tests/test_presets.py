@@ -11,7 +11,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.hardware import get_hardware, list_hardware
 from hf_memopt.presets import METHODS, get_preset, list_presets
 from hf_memopt.presets.batch import batch_settings
-from hf_memopt.presets.catalog import _for_device
+from hf_memopt.presets.named_presets import _for_device
 from hf_memopt.presets.preset import with_strategy
 
 ALL = [(name, method) for name in list_presets() for method in METHODS]
@@ -188,9 +188,9 @@ def test_overrides_win_and_the_effective_batch_stays(tmp_path):
 def test_the_launchers_world_size_counts(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
-    from hf_memopt.presets import arguments
+    from hf_memopt.presets import training_arguments
 
-    batch = arguments._batch(get_preset("l40s_x4"), None, {})
+    batch = training_arguments._batch(get_preset("l40s_x4"), None, {})
     assert (batch["per_device_train_batch_size"], batch["gradient_accumulation_steps"]) == (2, 64)
 
 
@@ -293,13 +293,13 @@ def test_a_device_without_a_preset_gets_the_largest_that_fits():
 
 def test_the_allocator_is_set_before_the_card_is_looked_at(tmp_path, monkeypatch):
     """Both ways in: by name, and by auto, whose look at the card would start CUDA."""
-    from hf_memopt.presets import arguments, catalog, environment
+    from hf_memopt.presets import environment, named_presets, training_arguments
 
     order = []
-    for module in (environment, catalog):
+    for module in (environment, named_presets):
         monkeypatch.setattr(module, "configure_allocator", lambda: order.append("allocator"))
-    monkeypatch.setattr(arguments, "counterpart", lambda hardware: order.append("card") or hardware)
-    monkeypatch.setattr(catalog, "get_hardware", lambda name: order.append("card") or get_hardware("rtx_4090"))
+    monkeypatch.setattr(training_arguments, "counterpart", lambda hardware: order.append("card") or hardware)
+    monkeypatch.setattr(named_presets, "get_hardware", lambda name: order.append("card") or get_hardware("rtx_4090"))
     with pytest.raises(InputError):  # the stand-in card cannot train
         get_preset("rtx_4090").training_arguments(str(tmp_path))
     get_preset("auto")

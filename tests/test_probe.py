@@ -80,7 +80,7 @@ def test_what_can_never_fit_ends_before_the_first_step(tmp_path):
 def test_lengths_of_arrow_tables_and_lists():
     from datasets import Dataset
 
-    from hf_memopt.data.batches import sample_lengths
+    from hf_memopt.data.sample_batches import sample_lengths
     from hf_memopt.trainer.step.probe import worst_batch
 
     rows = [{"input_ids": [1] * length} for length in (3, 9, 5)]

@@ -14,7 +14,7 @@ from hf_memopt.engines import engine_named, engine_of_table
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.accounting.ledger import _parts
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
-from hf_memopt.estimator.tracing.quantization import loaded_tensors
+from hf_memopt.estimator.tracing.fake_quantization import loaded_tensors
 from hf_memopt.levers import activation_offload, weight_streaming
 from hf_memopt.levers.adapters import add_adapters, keep_differentiable
 from hf_memopt.levers.apply import apply_levers

@@ -13,7 +13,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator import assembly, estimate
 from hf_memopt.estimator.accounting.ledger import _parts
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
-from hf_memopt.estimator.tracing.quantization import _DEQUANTIZED_BYTES, loaded_tensors
+from hf_memopt.estimator.tracing.fake_quantization import _DEQUANTIZED_BYTES, loaded_tensors
 
 
 def _load(folder, config, quantization, dtype=torch.bfloat16):

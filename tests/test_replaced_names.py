@@ -38,7 +38,7 @@ from hf_memopt.estimator.accounting import engine_tensors, fake_ledger
 from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.launched import ScriptCommand
 from hf_memopt.estimator.private_names import Part, PrivateNames, Use, check, declared, faults, resolve
-from hf_memopt.estimator.tracing import optimizers
+from hf_memopt.estimator.tracing import untraced_optimizers
 from hf_memopt.estimator.trl_job import describe_task
 from hf_memopt.foreign.launchers import Launch
 from hf_memopt.video.inputs import VideoInputs
@@ -197,7 +197,7 @@ def test_every_replaced_name_is_called(part, calls, monkeypatch):
     if part is Part.WITHOUT_DEEPSPEED:
         monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
     if part is Part.OPTIMIZERS:  # as if torchao were not installed
-        monkeypatch.setattr(optimizers, "by_formula", lambda *_: True)
+        monkeypatch.setattr(untraced_optimizers, "by_formula", lambda *_: True)
     for settings in JOBS[part]:
         small(**settings)
     if part is Part.DEEPSPEED:  # an optimizer of a DeepSpeed JSON

@@ -145,7 +145,7 @@ def test_what_is_let_pass(text):
 
 
 def test_code_of_models_is_off_unless_asked_for():
-    from hf_memopt.recipe.arguments import RecipeArguments
+    from hf_memopt.recipe.recipe_arguments import RecipeArguments
     from hf_memopt.recipe.video import VideoArguments
 
     assert RecipeArguments().trust_remote_code is False and VideoArguments().trust_remote_code is False

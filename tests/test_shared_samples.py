@@ -51,7 +51,7 @@ def test_the_command_writes_a_job(tmp_path, monkeypatch):
     import shlex
 
     from hf_memopt.cli import main
-    from hf_memopt.recipe.arguments import parse
+    from hf_memopt.recipe.recipe_arguments import parse
 
     words = shlex.split(shared_samples(_spec(quick=True), None).text.rpartition(": ")[2])
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,13 @@ from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.search import Search
-from hf_memopt.planner.streaming import lacks_memory, streaming_spec, weights_alone, what_lacks, with_host_memory
+from hf_memopt.planner.streamed_weights import (
+    lacks_memory,
+    streaming_spec,
+    weights_alone,
+    what_lacks,
+    with_host_memory,
+)
 from hf_memopt.units import GIB
 
 QLORA = ("rtx_3060", "qlora")

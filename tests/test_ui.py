@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hf_memopt.errors import InputError
-from hf_memopt.ui import answer
-from hf_memopt.ui.answer import run_limited
+from hf_memopt.ui import limited_process
+from hf_memopt.ui.limited_process import run_limited
 from hf_memopt.ui.limits import Limits, check_public
 from hf_memopt.ui.question import Question
 from hf_memopt.ui.shown import show_plan
@@ -84,16 +84,16 @@ def test_strangers_get_no_token(monkeypatch):
 
 
 def test_an_error_is_its_one_sentence(monkeypatch):
-    monkeypatch.setattr(answer, "run_limited", lambda *_: (2, "", "noise\nerror: model x: no such folder\n"))
+    monkeypatch.setattr(limited_process, "run_limited", lambda *_: (2, "", "noise\nerror: model x: no such folder\n"))
     with pytest.raises(InputError, match=r"^model x: no such folder$"):
-        answer.ask(Question(model="x"), "estimate", Limits())
+        limited_process.ask(Question(model="x"), "estimate", Limits())
 
 
 def test_notes_beside_the_answer_are_in_it(monkeypatch):
     monkeypatch.setattr(
-        answer, "run_limited", lambda *_: (0, '{"notes": ["speed: x"]}', "noise\nnote: approximated: a\n")
+        limited_process, "run_limited", lambda *_: (0, '{"notes": ["speed: x"]}', "noise\nnote: approximated: a\n")
     )
-    assert answer.ask(Question(model="x"), "plan", Limits())["notes"] == ["approximated: a", "speed: x"]
+    assert limited_process.ask(Question(model="x"), "plan", Limits())["notes"] == ["approximated: a", "speed: x"]
 
 
 def test_a_yaml_says_the_job_itself():

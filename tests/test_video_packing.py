@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3_5Config, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments
-from hf_memopt.data.batches import PackedBatches, packed_batches
+from hf_memopt.data.sample_batches import PackedBatches, packed_batches
 from hf_memopt.estimator.job import describe
 from hf_memopt.trainer.data_loading import batch_order
 from hf_memopt.trainer.video_trainer import VideoTrainer

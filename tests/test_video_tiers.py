@@ -22,17 +22,17 @@ from hf_memopt.planner.video_tiers import (
     FixedLimits,
     NothingFits,
     Tier,
-    Wish,
+    TierLimits,
     bundled_video_models,
-    candidates,
     choose_tier,
     guide_row,
+    ranked_clips,
     tier_job,
     wanted_clips,
     with_clip,
 )
 from hf_memopt.presets import METHODS
-from hf_memopt.presets.video_tiers import all_tiers, tiers_of
+from hf_memopt.presets.tier_file import all_tiers, tiers_of
 from hf_memopt.recipe import auto, video, video_tier
 from hf_memopt.recipe import job as jobs
 from hf_memopt.units import GIB
@@ -47,7 +47,7 @@ def test_the_guides_rows():
 
 
 def test_frames_come_first_then_their_size_then_the_micro_batch():
-    clips = list(candidates(8 * GIB, 32, FixedLimits()))
+    clips = list(ranked_clips(8 * GIB, 32, FixedLimits()))
     assert clips[:6] == [
         Clip(75, 448, 4),
         Clip(75, 448, 2),
@@ -57,25 +57,25 @@ def test_frames_come_first_then_their_size_then_the_micro_batch():
         Clip(75, 224, 2),
     ]
     assert clips[6:8] == [Clip(75, 224, 1), Clip(50, 448, 4)] and clips[-1] == Clip(8, 224, 1)
-    assert {clip.micro_batch for clip in candidates(80 * GIB, 12, FixedLimits())} == {12, 6, 4, 3, 2, 1}
+    assert {clip.micro_batch for clip in ranked_clips(80 * GIB, 12, FixedLimits())} == {12, 6, 4, 3, 2, 1}
 
 
 def test_what_is_given_stays():
     given = FixedLimits(max_frames=90, max_pixels_per_frame=196 * 196)
-    assert {(clip.frames, clip.side) for clip in candidates(8 * GIB, 32, given)} == {(90, 196)}
-    assert {clip.micro_batch for clip in candidates(8 * GIB, 32, FixedLimits(micro_batch=7))} == {7}
+    assert {(clip.frames, clip.side) for clip in ranked_clips(8 * GIB, 32, given)} == {(90, 196)}
+    assert {clip.micro_batch for clip in ranked_clips(8 * GIB, 32, FixedLimits(micro_batch=7))} == {7}
 
 
 def test_a_limit_below_every_clip_leaves_the_shortest():
     """The encoder drops frames to keep to it, so that such a job works."""
     job = tier_job(get_preset("rtx_4090", "qlora"), architectures.load_config("qwen2.5-vl-3b"))
     memory = get_preset("rtx_4090").hardware.memory
-    shortest = wanted_clips(job, memory, Wish(longest=8))
+    shortest = wanted_clips(job, memory, TierLimits(longest=8))
     assert {(clip.frames, clip.side) for clip in shortest} == {(8, 224)}
     assert [clip.micro_batch for clip in shortest] == [16, 8, 4, 2, 1]
-    assert shortest == wanted_clips(job, memory, Wish(longest=64))
-    assert {clip.frames for clip in wanted_clips(job, memory, Wish(longest=700))} == {16, 8}
-    assert wanted_clips(job, memory, Wish(longest=8, fixed=FixedLimits(max_frames=12)))[0].frames == 12
+    assert shortest == wanted_clips(job, memory, TierLimits(longest=64))
+    assert {clip.frames for clip in wanted_clips(job, memory, TierLimits(longest=700))} == {16, 8}
+    assert wanted_clips(job, memory, TierLimits(longest=8, fixed=FixedLimits(max_frames=12)))[0].frames == 12
 
 
 def test_an_evaluation_that_was_given_is_estimated_too():
@@ -95,16 +95,16 @@ def test_the_choice_fits_and_the_one_before_does_not(tmp_path):
     settings = {"size": {"shortest_edge": 784, "longest_edge": 10**7}}
     job = tier_job(get_preset("cpu"), config)
     job = dataclasses.replace(job, video=dataclasses.replace(job.video, settings=settings))
-    wanted = list(candidates(16 * GIB, 32, FixedLimits()))
+    wanted = list(ranked_clips(16 * GIB, 32, FixedLimits()))
     sixth = estimate_job(with_clip(job, wanted[6], 32)).device_bytes
     assert sixth < estimate_job(with_clip(job, wanted[5], 32)).device_bytes
-    tier = choose_tier(job, Wish(memory=16 * GIB, share=(sixth + 1000) / (16 * GIB)))
+    tier = choose_tier(job, TierLimits(memory=16 * GIB, share=(sixth + 1000) / (16 * GIB)))
     assert (tier.max_frames, tier.max_pixels_per_frame, tier.micro_batch) == (150, 224 * 224, 2)  # wanted[6]
     assert tier.estimate.device_bytes <= sixth + 1000
-    short = choose_tier(job, Wish(memory=16 * GIB, longest=8))
+    short = choose_tier(job, TierLimits(memory=16 * GIB, longest=8))
     assert (short.max_frames, short.max_pixels_per_frame, short.micro_batch) == (8, 224 * 224, 8)
     with pytest.raises(NothingFits) as short:
-        choose_tier(job, Wish(memory=16 * GIB, share=1e-5))
+        choose_tier(job, TierLimits(memory=16 * GIB, share=1e-5))
     assert short.value.needed > short.value.available
 
 
@@ -302,8 +302,8 @@ def test_nothing_fits(recipe, qwen, tmp_path, no_traces):
 def test_a_row_holds_for_its_own_settings_alone(started, monkeypatch):
     asked, jobs_asked = [], []
 
-    def stopped(job, wish, note):
-        asked.append((job.peft_config.r, wish.fixed, wish.effective_batch_size))
+    def stopped(job, limits, note):
+        asked.append((job.peft_config.r, limits.fixed, limits.effective_batch_size))
         jobs_asked.append(job)
         raise InputError("stopped here")
 
@@ -332,7 +332,7 @@ def test_a_resumed_plan_keeps_its_clips(started, monkeypatch, tmp_path, caplog):
     """The search and the plan are stood in for: other memory is free each time, and a trace takes long."""
     fits = iter((150, 75, 50))
 
-    def choose(job, wish, note):
+    def choose(job, limits, note):
         return Tier(next(fits), 336**2, 1, SimpleNamespace(device_bytes=GIB))
 
     def plan(config, preset, *_, **settings):

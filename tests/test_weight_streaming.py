@@ -15,7 +15,7 @@ from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.job import describe
-from hf_memopt.estimator.tracing.quantization import loaded_tensors
+from hf_memopt.estimator.tracing.fake_quantization import loaded_tensors
 from hf_memopt.levers import weight_streaming
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.refusals import check_with_trl

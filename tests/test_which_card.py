@@ -15,7 +15,7 @@ from hf_memopt.planner import cards
 from hf_memopt.planner.card_fits import BALANCED, SHARES, CardChoice, Fit
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.prices import read_prices
-from hf_memopt.presets.catalog import preset_for
+from hf_memopt.presets.named_presets import preset_for
 
 SHAPE = {
     "model_type": "llama",

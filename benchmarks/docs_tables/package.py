@@ -10,7 +10,7 @@ from hf_memopt import MemoryArguments, get_preset, list_presets
 from hf_memopt.levers.arguments import PROFILES
 from hf_memopt.presets.preset import METHODS, Preset
 from hf_memopt.presets.reference import largest_model
-from hf_memopt.recipe.arguments import RecipeArguments
+from hf_memopt.recipe.recipe_arguments import RecipeArguments
 
 
 def arguments(kind: type) -> str:

@@ -153,7 +153,7 @@ def estimate(
     """Predict a job's peak memory and speed, without weights and without a GPU; exit code 1 if it does not fit."""
     from hf_memopt.cli.estimate import run_estimate
     from hf_memopt.cli.foreign import read_job
-    from hf_memopt.cli.speed import AmountOptions
+    from hf_memopt.cli.speed_printed import AmountOptions
 
     answer_for(stack)
     spec, _ = read_job(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hf_memopt.cli.output import print_json, print_table, progress
-from hf_memopt.cli.speed import AmountOptions
+from hf_memopt.cli.speed_printed import AmountOptions
 from hf_memopt.errors import InputError
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES

@@ -204,7 +204,7 @@ def _methods_that_work() -> tuple[list[str], list[str]]:
 def _data_loading(preset):
     """Host memory that data loading takes with the preset's settings."""
     from hf_memopt.monitor.loader import TOKEN_BYTES, loader_memory
-    from hf_memopt.presets.arguments import resolve
+    from hf_memopt.presets.training_arguments import resolve
 
     batch = preset.micro_batch_size * preset.seq_len * TOKEN_BYTES
     return loader_memory({"dataloader_num_workers": 1, **resolve(preset, preset.processes, {})}, batch)

@@ -16,7 +16,7 @@ from unittest import mock
 from hf_memopt.charts import check_path
 from hf_memopt.cli.estimate_printed import EstimatedJob
 from hf_memopt.cli.output import print_json, working
-from hf_memopt.cli.speed import AmountOptions, to_dict
+from hf_memopt.cli.speed_printed import AmountOptions, to_dict
 from hf_memopt.cli.words import check_words
 from hf_memopt.confined.hub import serve
 from hf_memopt.confined.process import run_confined
@@ -29,7 +29,7 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.packages import require
 from hf_memopt.planner.devices import with_device_count
 from hf_memopt.presets import Preset, list_presets, preset_by_name
-from hf_memopt.presets.catalog import nearest_preset, plain_settings
+from hf_memopt.presets.named_presets import nearest_preset, plain_settings
 from hf_memopt.terminal import say
 
 _LARGEST_PLOT = 2**26  # bytes

@@ -3,9 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.cli.answer import host_lines, memory_bar, note_lines, one_each, paragraph, print_answer, speed_lines
+from hf_memopt.cli.answer_printed import (
+    host_lines,
+    memory_bar,
+    note_lines,
+    one_each,
+    paragraph,
+    print_answer,
+    speed_lines,
+)
 from hf_memopt.cli.output import print_table
-from hf_memopt.cli.speed import AmountOptions, print_speed
+from hf_memopt.cli.speed_printed import AmountOptions, print_speed
 from hf_memopt.terminal import say
 from hf_memopt.units import size
 

@@ -19,7 +19,7 @@ from hf_memopt.presets import Preset, preset_by_name
 from hf_memopt.presets.accelerate_config import inline, yaml_text
 from hf_memopt.presets.launch_script import scripts
 from hf_memopt.presets.preset import on_machines
-from hf_memopt.recipe.arguments import RecipeArguments
+from hf_memopt.recipe.recipe_arguments import RecipeArguments
 from hf_memopt.stack.vocabulary import written
 
 RECIPES = ("pretrain", "sft", "video_sft", "dpo", "grpo")

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.cli.answer import command_lines, paragraph
+from hf_memopt.cli.answer_printed import command_lines, paragraph
 from hf_memopt.cli.cards import CardOptions, run_cards
 from hf_memopt.cli.estimate import import_libraries, settle_job
 from hf_memopt.cli.foreign import in_words, plan_edits
 from hf_memopt.cli.output import print_json, print_table, progress, working
 from hf_memopt.cli.plan_printed import print_plan
-from hf_memopt.cli.speed import AmountOptions, to_dict
+from hf_memopt.cli.speed_printed import AmountOptions, to_dict
 from hf_memopt.errors import InputError, choose
 from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.files import folder_for, from_here

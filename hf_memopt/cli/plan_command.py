@@ -163,7 +163,7 @@ def plan(
     from hf_memopt.cli.cards import ANY, CardOptions
     from hf_memopt.cli.foreign import read_job
     from hf_memopt.cli.plan import ExportOptions, check_frames, run_frames, run_lengths, run_plan, run_which_card
-    from hf_memopt.cli.speed import AmountOptions
+    from hf_memopt.cli.speed_printed import AmountOptions
     from hf_memopt.cli.words import check_words
     from hf_memopt.data.sources import local_path
     from hf_memopt.foreign.source import is_source

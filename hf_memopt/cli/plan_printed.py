@@ -2,7 +2,7 @@
 
 import itertools
 
-from hf_memopt.cli.answer import (
+from hf_memopt.cli.answer_printed import (
     command_lines,
     host_lines,
     memory_bar,
@@ -13,7 +13,7 @@ from hf_memopt.cli.answer import (
     speed_lines,
 )
 from hf_memopt.cli.output import print_table
-from hf_memopt.cli.speed import AmountOptions, print_profile_speeds, profile_names
+from hf_memopt.cli.speed_printed import AmountOptions, print_profile_speeds, profile_names
 from hf_memopt.packages import missing_for
 from hf_memopt.terminal import say
 from hf_memopt.units import gib, size

@@ -7,9 +7,9 @@ from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.presets import Preset, list_presets, preset_by_name
 from hf_memopt.presets.reference import largest_model, reference_estimate, summarize
+from hf_memopt.presets.tier_file import summarize as summarize_clips
+from hf_memopt.presets.tier_file import tiers_of
 from hf_memopt.presets.trl_configs import DEFAULTS
-from hf_memopt.presets.video_tiers import summarize as summarize_clips
-from hf_memopt.presets.video_tiers import tiers_of
 from hf_memopt.stack.vocabulary import written
 from hf_memopt.terminal import say
 from hf_memopt.units import gib

@@ -8,7 +8,7 @@ from hf_memopt.field_values import fit, hints_of
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import DTYPES
-from hf_memopt.presets.quantization import check_quantization
+from hf_memopt.presets.quantization_fields import check_quantization
 from hf_memopt.yaml_values import module_names, read_yaml
 
 _PREFIXES = ("lora", "quantization", "model")

@@ -14,7 +14,7 @@ from hf_memopt.field_values import fit
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.devices import split_count
 from hf_memopt.presets import METHODS
-from hf_memopt.presets.catalog import check_strategy
+from hf_memopt.presets.named_presets import check_strategy
 from hf_memopt.stack.declared import declared_hints, declared_values
 from hf_memopt.stack.vocabulary import declared_arguments, newest
 from hf_memopt.video.frame_limits import parse_frame_size

@@ -31,7 +31,7 @@ from hf_memopt.estimator.tracing.process_state import generators_kept
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.hardware.allocator import SPELLINGS
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST
-from hf_memopt.presets import arguments as preset_arguments
+from hf_memopt.presets import training_arguments as preset_arguments
 
 
 class Ready(BaseException):

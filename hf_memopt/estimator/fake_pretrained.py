@@ -15,9 +15,9 @@ from hf_memopt.estimator.accounting.known_values import ConstructorValues
 from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
 from hf_memopt.estimator.private_names import Part
 from hf_memopt.estimator.quantized_checkpoints import resolve_quantization
+from hf_memopt.estimator.tracing.fake_quantization import is_quantized, quantize
 from hf_memopt.estimator.tracing.fake_tensors import CAST, FakeMode, cast_in_place
 from hf_memopt.estimator.tracing.model import outside_zero3
-from hf_memopt.estimator.tracing.quantization import is_quantized, quantize
 from hf_memopt.hardware import get_hardware
 
 # Attributes of a model: whether from_pretrained puts it on the device, and bytes that resizing its embeddings takes.

@@ -21,8 +21,8 @@ from hf_memopt.estimator.patches.fake_cluster import spread
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import check_liger
 from hf_memopt.estimator.quantized_checkpoints import check_quantized_training, resolve_quantization
-from hf_memopt.estimator.tracing.adapters import adapter_at_depth, adapts_layers_alike, check_adapter
 from hf_memopt.estimator.tracing.extrapolate import count_layers, shallow_depths, with_depth
+from hf_memopt.estimator.tracing.fake_quantization import quantization_method
 from hf_memopt.estimator.tracing.model import (
     ModelSettings,
     count_weights,
@@ -30,7 +30,7 @@ from hf_memopt.estimator.tracing.model import (
     resolve_dtype,
     weight_sizes,
 )
-from hf_memopt.estimator.tracing.quantization import quantization_method
+from hf_memopt.estimator.tracing.shallow_adapters import adapter_at_depth, adapts_layers_alike, check_adapter
 from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, find_task, infer_task
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.training_fields import (

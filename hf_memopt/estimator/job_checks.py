@@ -5,8 +5,8 @@ from dataclasses import replace
 from hf_memopt.compatibility.setup import Setup, compile_mode, quant_storage, refusals
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.tracing.model import has_table
-from hf_memopt.estimator.tracing.optimizers import check_traceable
 from hf_memopt.estimator.tracing.tasks import TASKS
+from hf_memopt.estimator.tracing.untraced_optimizers import check_traceable
 from hf_memopt.hardware.attention_kernels import flash_attention
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.facts import Facts

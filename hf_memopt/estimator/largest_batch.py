@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_memopt.data.batches import packed_batches, relative_sizes, sample_lengths
+from hf_memopt.data.sample_batches import packed_batches, relative_sizes, sample_lengths
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.engine_tensors import tensors_in
 from hf_memopt.estimator.patches.trace_errors import users_code

@@ -10,7 +10,7 @@ from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import describe_liger
 from hf_memopt.estimator.quantized_checkpoints import quantization_notes
 from hf_memopt.estimator.swapping import optimizer_buffers
-from hf_memopt.estimator.tracing.optimizers import by_formula
+from hf_memopt.estimator.tracing.untraced_optimizers import by_formula
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.attention_kernels import flash_attention
 from hf_memopt.hardware.measured import constant, measured_on, show

@@ -60,11 +60,11 @@ class Part(Enum):
         "4-bit weights and 8-bit optimizers",
         "accounting.kernels",
         "tracing.fake_tensors",
-        "tracing.quantization",
+        "tracing.fake_quantization",
     )
-    PEFT = "adapters of peft", "patches.adapters"
+    PEFT = "adapters of peft", "patches.fake_adapters"
     FP8 = "FP8 weights", "patches.fp8_kernels"
-    OPTIMIZERS = "optimizers by formula", "tracing.optimizers"
+    OPTIMIZERS = "optimizers by formula", "tracing.untraced_optimizers"
     FLASH_ATTENTION = "flash attention", "patches.flash_attention"
     LIGER = "Liger's kernels", "patches.liger"
     VISION = "vision towers", "patches.vision_windows"

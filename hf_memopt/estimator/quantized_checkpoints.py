@@ -7,8 +7,8 @@ from typing import Any
 
 from hf_memopt.engines import Engine
 from hf_memopt.errors import InputError, MethodRefused, as_input_error
+from hf_memopt.estimator.tracing.fake_quantization import is_quantized, quantization_method
 from hf_memopt.estimator.tracing.process_state import quiet
-from hf_memopt.estimator.tracing.quantization import is_quantized, quantization_method
 from hf_memopt.estimator.tracing.quantized_linear import SCHEMES
 from hf_memopt.hardware import Hardware
 

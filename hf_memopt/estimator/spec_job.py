@@ -13,8 +13,8 @@ from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.job_checks import longest_sample
 from hf_memopt.estimator.smaller import with_sizes
+from hf_memopt.estimator.tracing.fake_quantization import is_quantized
 from hf_memopt.estimator.tracing.model import supports_checkpointing
-from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
 from hf_memopt.estimator.trl_job import describe_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
@@ -25,7 +25,7 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.few_logits import with_few_logits
 from hf_memopt.presets import Preset
 from hf_memopt.presets.accelerate_config import FSDP2
-from hf_memopt.presets.arguments import resolve
+from hf_memopt.presets.training_arguments import resolve
 from hf_memopt.stack.vocabulary import newest
 from hf_memopt.video.inputs import frozen_by_settings, video_inputs
 

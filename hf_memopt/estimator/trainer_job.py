@@ -15,10 +15,10 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.job_checks import check_shared
 from hf_memopt.estimator.largest_batch import is_padded, largest_batch, largest_eval_batch
 from hf_memopt.estimator.patches.liger import check_liger
-from hf_memopt.estimator.tracing.adapters import adapts_layers_alike
 from hf_memopt.estimator.tracing.extrapolate import count_layers, read_config
 from hf_memopt.estimator.tracing.rollouts import check_rollouts, generates
 from hf_memopt.estimator.tracing.segments import repeated_layers
+from hf_memopt.estimator.tracing.shallow_adapters import adapts_layers_alike
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.estimator.training_fields import (

@@ -12,7 +12,7 @@ from hf_memopt.foreign.key_table import Row, Table, as_text, is_off
 from hf_memopt.foreign.values import VIA
 from hf_memopt.job.spec import JobSpec, Tool
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.presets.quantization import check_quantization
+from hf_memopt.presets.quantization_fields import check_quantization
 
 _GROUPS = ("training", "lora", "quantization", "sizes", "memory", "own")
 # Fields of JobSpec that a table may set, as it takes them.

@@ -72,7 +72,7 @@ def match(name: str, devices: Mapping) -> str:
     """
     if question := _question(name, devices):
         raise InputError(question)
-    closest = candidates(name, devices)
+    closest = names_meant(name, devices)
     if not closest:
         raise InputError(_no_such(name, devices))
     smallest = min(closest, key=lambda key: devices[key].memory)
@@ -87,7 +87,7 @@ def _say_which(name: str, smallest: str, others: str) -> None:
     logger.warning("hardware=%s is taken as %s, the smallest of its name; there are also %s", name, smallest, others)
 
 
-def candidates(name: str, devices: Mapping) -> list[str]:
+def names_meant(name: str, devices: Mapping) -> list[str]:
     """The catalog's names that a name may stand for: those with all its tokens and, where one is a number, the fewest
     others."""
     if name in devices:
@@ -143,7 +143,7 @@ def _readings(text: str, devices: Mapping) -> Iterator[tuple[str, int]]:
             yield found["card"].strip(), int(found["count"][:9])
     if (found := _BARE_COUNT.fullmatch(plain)) and int(found["count"]) <= MOST_DEVICES:
         card, count = found["card"], int(found["count"])
-        if any(_size_of(devices[key]) == count for key in candidates(card, devices)):
+        if any(_size_of(devices[key]) == count for key in names_meant(card, devices)):
             raise InputError(
                 f"hardware={brief(text)}: {count} of them, or {count} GB? Write '{count}x {card}' or '{card}'"
             )
@@ -156,7 +156,7 @@ def _refuse_several_cards(text: str, devices: Mapping) -> None:
         return
     cards = [counted(part, devices)[0] for part in parts]
     if all(_is_named(card, devices) for card in cards):
-        names = ", ".join(dict.fromkeys(candidates(card, devices)[0] for card in cards))
+        names = ", ".join(dict.fromkeys(names_meant(card, devices)[0] for card in cards))
         raise InputError(
             f"hardware={brief(text)} is {len(cards)} names of cards ({names}), and devices that train together are "
             "of one kind: ask about each, or about '2x' the smaller one"
@@ -193,7 +193,7 @@ def _is_named(name: str, devices: Mapping) -> bool:
     numbers = re.findall(r"\d+", _SIZE.sub(" ", name))
     if len(numbers) > len(set(numbers)):  # "4 T4": one of them is a count
         return False
-    return bool(candidates(name, devices)) and _question(name, devices) is None
+    return bool(names_meant(name, devices)) and _question(name, devices) is None
 
 
 def _question(name: str, devices: Mapping) -> str | None:
@@ -206,7 +206,7 @@ def _question(name: str, devices: Mapping) -> str | None:
     found = _containing(words, devices)
     if words == numbers:
         # A desktop card's four digits are its name (4090); "16" is as well a size, and "6000" is of several series.
-        closest = {product(key) for key in candidates(name, devices)}
+        closest = {product(key) for key in names_meant(name, devices)}
         if len(closest) == 1 and len(max(numbers, key=len)) > 3:
             return None
         found = [*found, *(key for key in _of_size(devices, *numbers) if key not in found)]

@@ -14,7 +14,7 @@ from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.levers.arguments import PLAN_PROFILES, MemoryArguments
 from hf_memopt.presets import DTYPES, METHODS, Preset
-from hf_memopt.presets.catalog import strategies
+from hf_memopt.presets.named_presets import strategies
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from hf_memopt.estimator.speed import peak_rate
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.hardware.measured import measured_value
-from hf_memopt.presets.catalog import nearest_preset
+from hf_memopt.presets.named_presets import nearest_preset
 from hf_memopt.units import GIB
 
 _LARGEST_BOX = 8  # devices of one machine

@@ -31,7 +31,7 @@ from hf_memopt.planner.settle import settle
 from hf_memopt.planner.sketch import Sketch
 from hf_memopt.presets import METHODS
 from hf_memopt.presets.batch import EFFECTIVE_BATCH
-from hf_memopt.presets.catalog import preset_for
+from hf_memopt.presets.named_presets import preset_for
 
 TOKENS = 2048  # of a sample, by default: presets differ, and cards are compared on one job
 _MOST_ESTIMATES = 6  # full ones; the other cards keep their sketches
@@ -126,7 +126,7 @@ class _Market:
     _candidates: dict[tuple, _Candidate | None] = field(default_factory=dict)
 
     @property
-    def candidates(self) -> list[_Candidate]:
+    def looked_at(self) -> list[_Candidate]:
         """The candidates that were looked at."""
         return [candidate for candidate in self._candidates.values() if candidate is not None]
 
@@ -139,12 +139,12 @@ class _Market:
             except InputError as error:  # a setting that this card, or this number of them, does not take
                 self._candidates[key] = None
                 self.refused.append(error)
-                if len(self.refused) >= _FAILURES and not self.candidates:  # it is not the card
+                if len(self.refused) >= _FAILURES and not self.looked_at:  # it is not the card
                     raise
         return self._candidates[key]
 
     def _build(self, device: Hardware, devices: int, method: str) -> _Candidate | None:
-        spec = self._settled(device, devices, method)
+        spec = self._spec(device, devices, method)
         if (group := self._group(spec)) is None:
             return None
         sketch = replace(self._sketch(spec), job=replace(group.job, device=device))
@@ -160,7 +160,7 @@ class _Market:
         )
         return _Candidate(spec, search) if search.choices else None
 
-    def _settled(self, device: Hardware, devices: int, method: str) -> JobSpec:
+    def _spec(self, device: Hardware, devices: int, method: str) -> JobSpec:
         preset = replace(preset_for(device, method), processes=devices, machines=1, strategy="none")
         return settle(replace(self.request, hardware=preset), method)
 
@@ -198,15 +198,15 @@ class _Market:
             devices = " on several devices" if engines else ""
             self.say(f"tracing {preset.method} training{devices}, with and without activation checkpointing")
             if not key[-1]:
-                reference = self._settled(catalog()[_REFERENCE], preset.processes, preset.method)
+                reference = self._spec(catalog()[_REFERENCE], preset.processes, preset.method)
                 spec = reference if list_choices(reference) else spec
             self._sketches[key] = trace_sketch(spec, list_choices(spec))
         return self._sketches[key]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Wish:
-    """The user's wishes.
+class _Comparison:
+    """The cards that are compared, and what they may cost.
 
     Attributes:
         prices: of cards; None: cards are compared by memory.
@@ -333,10 +333,10 @@ def choose_card(
     )
     tokens = amount.count_tokens(spec.seq_len)
     market = _Market(spec, say)
-    wish = _Wish(prices=prices, max_price=max_price, every=every, tokens=tokens)
+    comparison = _Comparison(prices=prices, max_price=max_price, every=every, tokens=tokens)
     methods = METHODS if spec.method == "any" else (spec.method,)
-    fits = _settled(market, wish, methods)
-    if market.refused and not market.candidates:
+    fits = _after_estimates(market, comparison, methods)
+    if market.refused and not market.looked_at:
         raise market.refused[0]
     nothing = not any(fits.values())
     nearest = _least(market, methods[-1]) if nothing else None  # of the cards that were asked for, before others
@@ -347,16 +347,16 @@ def choose_card(
         prices=prices,
         tokens=tokens,
         fits=fits,
-        instead=list(_instead(market, wish, methods)) if nothing else [],
+        instead=list(_instead(market, comparison, methods)) if nothing else [],
         least=nearest,
     )
 
 
-def _settled(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> dict[str, list[Fit]]:
+def _after_estimates(market: _Market, comparison: _Comparison, methods: tuple[str, ...]) -> dict[str, list[Fit]]:
     """The cards by method, after full estimates of the first of each method and of what is near its limit."""
     count = 0
     for _ in range(_ROUNDS):
-        fits = {method: wish.fits(market, method) for method in methods}
+        fits = {method: comparison.fits(market, method) for method in methods}
         doubtful = {(id(box.search.estimates), choice): box for box, choice in _doubtful(market, fits)}
         doubtful = list(doubtful.items())[: _MOST_ESTIMATES - count]
         if not doubtful:
@@ -364,7 +364,7 @@ def _settled(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> dict[str
         for (_, choice), candidate in doubtful:
             candidate.search.estimate([choice])
         count += len(doubtful)
-    return {method: wish.fits(market, method) for method in methods}
+    return {method: comparison.fits(market, method) for method in methods}
 
 
 def _doubtful(market: _Market, fits: dict[str, list[Fit]]) -> Iterator[tuple["_Candidate", Choice]]:
@@ -378,7 +378,7 @@ def _doubtful(market: _Market, fits: dict[str, list[Fit]]) -> Iterator[tuple["_C
     for fit in (*first.values(), *kinds.values(), *(fit for fit in quick if fit.is_near)):
         if not fit.estimated:
             yield market.candidate(fit.device, fit.devices, fit.method), fit.choice
-    for candidate in market.candidates:
+    for candidate in market.looked_at:
         smallest, best = candidate.least, first.get(candidate.spec.preset.method)
         over = candidate.search.needs(smallest) * candidate.search.caution / candidate.spec.memory_budget
         if not 1 < over <= 1 + NEAR or not smallest.engine.plain or smallest in candidate.search.estimates:
@@ -387,14 +387,14 @@ def _doubtful(market: _Market, fits: dict[str, list[Fit]]) -> Iterator[tuple["_C
             yield candidate, smallest
 
 
-def _instead(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> Iterator[Fit]:
+def _instead(market: _Market, comparison: _Comparison, methods: tuple[str, ...]) -> Iterator[Fit]:
     """The best where nothing fits: of the same methods whatever it costs, and of the other methods."""
-    anything = replace(wish, prices=None, max_price=None, every=False)
+    anything = replace(comparison, prices=None, max_price=None, every=False)
     other_methods = tuple(method for method in METHODS if method not in methods)
     for wider, of_methods in (
-        (replace(wish, max_price=None), methods),
+        (replace(comparison, max_price=None), methods),
         (anything, methods),
-        (wish, other_methods),
+        (comparison, other_methods),
         (anything, other_methods),
     ):
         for method in of_methods:
@@ -404,7 +404,7 @@ def _instead(market: _Market, wish: _Wish, methods: tuple[str, ...]) -> Iterator
 
 def _least(market: _Market, method: str) -> tuple[str, int, str] | None:
     """The box that comes nearest, of those that were looked at, the bytes of each device, and the settings."""
-    candidates = [box for box in market.candidates if box.spec.preset.method == method]
+    candidates = [box for box in market.looked_at if box.spec.preset.method == method]
     if not candidates:
         return None
     nearest = min(candidates, key=lambda box: box.search.needs(box.least) / box.spec.memory_budget)

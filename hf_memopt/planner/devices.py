@@ -7,7 +7,7 @@ from hf_memopt.errors import InputError, choose
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST, read_devices
 from hf_memopt.hardware.described import described_text
 from hf_memopt.presets import Preset, preset_by_name
-from hf_memopt.presets.catalog import preset_name, strategies
+from hf_memopt.presets.named_presets import preset_name, strategies
 from hf_memopt.presets.preset import with_strategy
 
 

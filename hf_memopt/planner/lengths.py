@@ -14,7 +14,7 @@ from hf_memopt.levers.features.mlp_tiles import MLP_TILES
 from hf_memopt.planner.choice_jobs import choice_job
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.first_fit import TRIES, FirstFit
-from hf_memopt.planner.streaming import excessive_weights
+from hf_memopt.planner.streamed_weights import excessive_weights
 
 _STEP = 256  # tokens: an answer is a multiple
 _MOST = 2**20  # tokens, of models that name no limit

@@ -16,8 +16,8 @@ from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.quantized_checkpoints import dequantized
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import find_experts, is_from_scratch, smaller_sizes, with_sizes
+from hf_memopt.estimator.tracing.fake_quantization import is_quantized
 from hf_memopt.estimator.tracing.parallel import on_all_cores
-from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.job.spec import JobSpec
@@ -30,7 +30,7 @@ from hf_memopt.planner.proposals import Proposal
 from hf_memopt.planner.search import Search, resident_bytes
 from hf_memopt.planner.settle import attention_layers
 from hf_memopt.planner.sketch import Sketch
-from hf_memopt.planner.streaming import excessive_weights
+from hf_memopt.planner.streamed_weights import excessive_weights
 from hf_memopt.planner.trl_choices import fewest_samples
 from hf_memopt.presets import METHODS
 from hf_memopt.presets.preset import with_strategy

@@ -21,10 +21,16 @@ from hf_memopt.planner.proposals import Proposal, set_words
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import left_open, of_one_length, settle
 from hf_memopt.planner.shared_samples import shared_samples
-from hf_memopt.planner.streaming import excessive_weights, lacks_memory, streaming_spec, what_lacks, with_host_memory
+from hf_memopt.planner.streamed_weights import (
+    excessive_weights,
+    lacks_memory,
+    streaming_spec,
+    what_lacks,
+    with_host_memory,
+)
 from hf_memopt.planner.trl_choices import trl_space
 from hf_memopt.presets import METHODS, Preset
-from hf_memopt.presets.quantization import check_4bit, check_quantization
+from hf_memopt.presets.quantization_fields import check_4bit, check_quantization
 from hf_memopt.units import GIB, gib
 
 

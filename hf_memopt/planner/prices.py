@@ -9,7 +9,7 @@ from types import MappingProxyType
 from hf_memopt.errors import InputError, brief, one_line
 from hf_memopt.files import read_bytes
 from hf_memopt.hardware.catalog import catalog, catalog_entry
-from hf_memopt.hardware.device_names import candidates
+from hf_memopt.hardware.device_names import names_meant
 
 _LARGEST = 256 * 1024  # bytes
 _EXAMPLE = '"RTX 4090" = 0.40'
@@ -61,7 +61,7 @@ def read_prices(path: str) -> Prices:
 
 def _card(path: str, name: str) -> str:
     """The catalog's name. A price of one card is not another's: a name must not stand for several."""
-    if name not in catalog() and len(cards := candidates(name, catalog())) > 1:
+    if name not in catalog() and len(cards := names_meant(name, catalog())) > 1:
         raise InputError(f"{path}: {name} could be {', '.join(cards)}: say which")
     try:
         return catalog_entry(name).name

@@ -74,15 +74,15 @@ class Search:
                 host memory only where no budget suffices without.
         """
         budgets = list(budgets)
-        picks = self._settled(budgets)
+        picks = self._picks_after_estimates(budgets)
         # The sketch may overestimate the choice that needs the least, but not what the host has.
         if None in picks and any(self._host_has(choice) for choice in self._traceable()):
             self.smallest()
-            picks = self._settled(budgets)
+            picks = self._picks_after_estimates(budgets)
         for doubted in (self._doubtful, self._kept_out):
             if (choice := doubted(picks, budgets)) is not None:
                 self.estimate([choice])
-                picks = self._settled(budgets)
+                picks = self._picks_after_estimates(budgets)
         return picks
 
     def _doubtful(self, picks: list[Choice | None], budgets: list[int]) -> Choice | None:
@@ -122,7 +122,7 @@ class Search:
         """True if it neither uses host memory nor rounds more than the method and the user's settings do."""
         return not choice.complexities
 
-    def _settled(self, budgets: list[int]) -> list[Choice | None]:
+    def _picks_after_estimates(self, budgets: list[int]) -> list[Choice | None]:
         for _ in range(_ROUNDS):
             picks = self._picks(budgets)
             new = list(dict.fromkeys(pick for pick in picks if pick is not None and pick not in self.estimates))

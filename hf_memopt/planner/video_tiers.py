@@ -93,7 +93,7 @@ def guide_row(memory: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return next((frames, micro) for smallest, frames, micro in reversed(GUIDE) if memory >= smallest)
 
 
-def candidates(memory: int, effective: int, fixed: FixedLimits) -> Iterator[Clip]:
+def ranked_clips(memory: int, effective: int, fixed: FixedLimits) -> Iterator[Clip]:
     """Clips, the preferred first: most frames first, then memory for the guide's smallest micro-batch
     in frames that are as large as possible, then a larger micro-batch.
 
@@ -115,8 +115,8 @@ def candidates(memory: int, effective: int, fixed: FixedLimits) -> Iterator[Clip
 
 
 @dataclass(frozen=True)
-class Wish:
-    """The wishes and limits that a tier is chosen for.
+class TierLimits:
+    """What a tier is chosen for.
 
     Attributes:
         effective_batch_size: samples of an optimizer step.
@@ -133,7 +133,9 @@ class Wish:
     longest: float = math.inf
 
 
-def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text: None, map_fn=on_all_cores) -> Tier:
+def choose_tier(
+    job: Job, limits: TierLimits, note: Callable[[str], None] = lambda text: None, map_fn=on_all_cores
+) -> Tier:
     """The first of the candidates that is predicted to fit.
 
     Memory grows linearly with the tokens of a micro-batch, so that two estimates point to a third, which is made too:
@@ -148,17 +150,17 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
         NothingFits: what is given leaves no clip that fits.
         InputError: the job cannot be traced, or its device's memory is not known.
     """
-    memory = wish.memory or job.device.memory
+    memory = limits.memory or job.device.memory
     if not memory:
         raise InputError(f"the memory of {job.device.label} is not known")
-    budget = int(memory * wish.share)
+    budget = int(memory * limits.share)
     if (needed := _least_bytes(job)) > budget:
         raise NothingFits(needed, budget)
-    clips = wanted_clips(job, memory, wish)
+    clips = wanted_clips(job, memory, limits)
     search = FirstFit(
         candidates=clips,
         tokens=lambda clip: _load(job, clip),
-        build=lambda clip: with_clip(job, clip, wish.effective_batch_size),
+        build=lambda clip: with_clip(job, clip, limits.effective_batch_size),
         used=lambda estimate: (estimate.device_bytes,),
         limits=(budget,),
         say=lambda clip: note(f"{clip.frames} frames of {clip.side} × {clip.side}, micro-batch {clip.micro_batch}"),
@@ -171,23 +173,23 @@ def choose_tier(job: Job, wish: Wish, note: Callable[[str], None] = lambda text:
     if clip is None:
         raise NothingFits(int(min((search.needs(clip)[0] for clip in clips), default=needed)), budget)
     one_size = _tokens(job, Clip(2, 448, 1)) == _tokens(job, Clip(2, 224, 1))  # LLaVA-OneVision, SmolVLM, InternVL
-    pixels = wish.fixed.max_pixels_per_frame or (None if one_size else clip.side**2)
+    pixels = limits.fixed.max_pixels_per_frame or (None if one_size else clip.side**2)
     return Tier(clip.frames, pixels, clip.micro_batch, search.estimates[clip])
 
 
-def wanted_clips(job: Job, memory: int, wish: Wish) -> list[Clip]:
+def wanted_clips(job: Job, memory: int, limits: TierLimits) -> list[Clip]:
     """The candidates that keep to the longest sample, or the shortest where none does: what is too long loses frames
     when it is encoded.
 
     Args:
         memory: bytes of the device.
     """
-    clips = list(candidates(memory, wish.effective_batch_size, wish.fixed))
-    if wish.fixed.max_frames:
+    clips = list(ranked_clips(memory, limits.effective_batch_size, limits.fixed))
+    if limits.fixed.max_frames:
         return clips
     positions = getattr(job.config.get_text_config(), "max_position_embeddings", None) or math.inf
     tokens = {clip: _tokens(job, clip) for clip in clips}
-    longest = max(min(wish.longest, positions), min(tokens.values()))
+    longest = max(min(limits.longest, positions), min(tokens.values()))
     return [clip for clip in clips if tokens[clip] <= longest]
 
 

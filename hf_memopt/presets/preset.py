@@ -134,7 +134,7 @@ class Preset:
         Raises:
             InputError: an unknown field, a combination that does not work, or a device that this machine lacks.
         """
-        from hf_memopt.presets.arguments import build_training_arguments
+        from hf_memopt.presets.training_arguments import build_training_arguments
 
         return build_training_arguments(self, output_dir, world_size, overrides, config_class)
 

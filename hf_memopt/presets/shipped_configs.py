@@ -3,8 +3,8 @@
 from hf_memopt.engines.mesh import mesh_words
 from hf_memopt.files import shipped, write_whole
 from hf_memopt.presets.accelerate_config import yaml_text
-from hf_memopt.presets.catalog import list_presets, preset_by_name
 from hf_memopt.presets.launch_script import sbatch_script
+from hf_memopt.presets.named_presets import list_presets, preset_by_name
 from hf_memopt.presets.preset import Preset
 
 # The presets whose file depends on the engine, with the engines shipped; export writes the other combinations.

@@ -3,15 +3,15 @@
 import logging
 from dataclasses import dataclass, field
 
-from hf_memopt.data.batches import sample_lengths
 from hf_memopt.data.chat import answer_judge, find_answer_kind, to_trl
 from hf_memopt.data.columns import Judge
+from hf_memopt.data.sample_batches import sample_lengths
 from hf_memopt.data.sources import say_once
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError
 from hf_memopt.packages import how_to_install
-from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.job import Job, remove_new_folders
+from hf_memopt.recipe.recipe_arguments import RecipeArguments
 from hf_memopt.recipe.rows import evaluate_nothing, fill_stream, load_job_rows
 from hf_memopt.stack.versions import has
 

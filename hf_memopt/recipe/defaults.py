@@ -10,7 +10,7 @@ from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError, choose
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.presets import DTYPES
-from hf_memopt.recipe.arguments import Parsed, RecipeArguments
+from hf_memopt.recipe.recipe_arguments import Parsed, RecipeArguments
 
 logger = logging.getLogger(__name__)
 

@@ -31,10 +31,10 @@ from hf_memopt.packages import require
 from hf_memopt.presets import Preset, get_preset
 from hf_memopt.presets.preset import with_strategy
 from hf_memopt.recipe import preflight
-from hf_memopt.recipe.arguments import Parsed, RecipeArguments, parse
 from hf_memopt.recipe.auto import Planned, plan_here, plans_here, step_down
 from hf_memopt.recipe.defaults import RecipeDefaults, check_data, check_recipe, with_defaults
 from hf_memopt.recipe.preflight import quick_cpu_info
+from hf_memopt.recipe.recipe_arguments import Parsed, RecipeArguments, parse
 from hf_memopt.recipe.resume import keep_finished_run
 from hf_memopt.stack.vocabulary import checkpoints_activations
 from hf_memopt.video.model_parts import not_quantized, train_parts

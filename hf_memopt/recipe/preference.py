@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from hf_memopt.data.pairs import pair_judge
 from hf_memopt.data.sources import USUAL_HELD_OUT
 from hf_memopt.errors import InputError, choose
-from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.auto import plans_here
 from hf_memopt.recipe.job import Job
+from hf_memopt.recipe.recipe_arguments import RecipeArguments
 from hf_memopt.recipe.rows import load_job_rows
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from hf_memopt.data.columns import Judge
 from hf_memopt.data.pairs import check_prompt
 from hf_memopt.data.sources import say_once
 from hf_memopt.errors import InputError
-from hf_memopt.presets.arguments import resolve
+from hf_memopt.presets.training_arguments import resolve
 from hf_memopt.presets.trl_configs import trl_class
-from hf_memopt.recipe.arguments import RecipeArguments
 from hf_memopt.recipe.auto import plans_here
 from hf_memopt.recipe.job import Job
+from hf_memopt.recipe.recipe_arguments import RecipeArguments
 from hf_memopt.recipe.rows import load_job_rows
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from hf_memopt.data.columns import Judge
 from hf_memopt.data.sources import load_rows, say_once
 from hf_memopt.data.tokens import check_text, packed
 from hf_memopt.errors import InputError
-from hf_memopt.recipe.arguments import BATCH
 from hf_memopt.recipe.job import Job
+from hf_memopt.recipe.recipe_arguments import BATCH
 
 
 def load_texts(job: Job, tokenizer, length: int):

@@ -8,12 +8,12 @@ import torch
 from accelerate.utils import send_to_device
 
 from hf_memopt.compatibility import resolve_engine
-from hf_memopt.data.batches import packed_batches
+from hf_memopt.data.sample_batches import packed_batches
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.errors import InputError, choose
-from hf_memopt.recipe.arguments import Parsed, RecipeArguments
 from hf_memopt.recipe.auto import plans_here
 from hf_memopt.recipe.job import Job
+from hf_memopt.recipe.recipe_arguments import Parsed, RecipeArguments
 from hf_memopt.recipe.rows import load_job_rows
 from hf_memopt.recipe.video_tier import choose_clips
 from hf_memopt.video.collator import TOKENS, VideoCollator

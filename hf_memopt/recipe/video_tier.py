@@ -26,18 +26,18 @@ from hf_memopt.planner.video_tiers import (
     SHARE,
     FixedLimits,
     NothingFits,
-    Wish,
+    TierLimits,
     bundled_video_models,
     choose_tier,
     tier_job,
 )
 from hf_memopt.presets import METHODS, preset_by_name
 from hf_memopt.presets.batch import batch_settings
-from hf_memopt.presets.video_tiers import all_tiers, limits_in_words, tiers_of
-from hf_memopt.recipe.arguments import Parsed
+from hf_memopt.presets.tier_file import all_tiers, limits_in_words, tiers_of
 from hf_memopt.recipe.auto import plan_here, plans_here, usable_memory
 from hf_memopt.recipe.job import Job
 from hf_memopt.recipe.job import load_config as load_job_config
+from hf_memopt.recipe.recipe_arguments import Parsed
 from hf_memopt.recipe.resume import checkpoint_to_resume
 from hf_memopt.units import gib
 from hf_memopt.video.inputs import VideoInputs
@@ -112,7 +112,7 @@ def choose_clips(job: Job, training: dict[str, Any], parsed: Parsed) -> dict[str
     if reason := _not_chosen(job, config, asked):
         _tell(f"{_limits(job)}{asked.by}: not chosen here, since {reason}")
         return {}
-    wanted = _Wanted(job, config, training, parsed, asked.fixed)
+    wanted = _TierOfJob(job, config, training, parsed, asked.fixed)
     planned = plans_here(job.recipe.preset)
     chosen = (planned and _resumed(training, asked.fixed)) or wanted.of_the_file() or wanted.estimated()
     job.recipe = replace(job.recipe, max_frames=chosen.frames, max_pixels_per_frame=chosen.pixels)
@@ -228,7 +228,7 @@ def remember_clips(job: Job) -> None:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _TierOfJob:
     """The clips that fit a job, with what is given of them."""
 
     job: Job
@@ -285,9 +285,9 @@ class _Wanted:
         smallest = [user or default for user, default in zip(own, _SMALLEST, strict=True)]
         if planned and fixed.max_frames and fixed.max_pixels_per_frame:
             return _Chosen(*smallest, "as given")
-        wish = Wish(_effective(self.job, self.training), fixed, memory, share, _longest(self.job))
+        limits = TierLimits(_effective(self.job, self.training), fixed, memory, share, _longest(self.job))
         try:
-            tier = choose_tier(self._traced_job(), wish, lambda text: print(f"estimating {text}", file=sys.stderr))
+            tier = choose_tier(self._traced_job(), limits, lambda text: print(f"estimating {text}", file=sys.stderr))
         except NothingFits as short:
             if planned:
                 return _Chosen(*smallest, "the smallest, which the plan then has to make fit")

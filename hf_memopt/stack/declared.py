@@ -24,7 +24,7 @@ _PLACES = {
     "RewardConfig": "trl/trainer/reward_config.py",
     "GRPOConfig": "trl/trainer/grpo_config.py",
     "RLOOConfig": "trl/trainer/rloo_config.py",
-    "RecipeArguments": "hf_memopt/recipe/arguments.py",
+    "RecipeArguments": "hf_memopt/recipe/recipe_arguments.py",
     "AnswerArguments": "hf_memopt/recipe/answers.py",
     "PreferenceArguments": "hf_memopt/recipe/preference.py",
     "RolloutArguments": "hf_memopt/recipe/prompts.py",

@@ -9,7 +9,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from transformers.trainer_utils import seed_worker
 
-from hf_memopt.data.batches import PackedBatches, sample_lengths, with_positions
+from hf_memopt.data.sample_batches import PackedBatches, sample_lengths, with_positions
 from hf_memopt.errors import InputError
 from hf_memopt.levers.refusals import WHOLE_SAMPLES
 from hf_memopt.levers.sliding_window import has_window

@@ -16,7 +16,7 @@ from hf_memopt.field_values import check_value
 from hf_memopt.files import shipped
 from hf_memopt.hardware import list_hardware
 from hf_memopt.presets import METHODS
-from hf_memopt.ui.answer import ask
+from hf_memopt.ui.limited_process import ask
 from hf_memopt.ui.limits import Limits
 from hf_memopt.ui.question import CONFIG, Question, read_length
 from hf_memopt.ui.requests import SmallRequests

@@ -25,8 +25,8 @@ from hf_memopt.estimator.patches.accelerator_operators import (
     foreach_optimizers,
     named_cuda_autocast,
 )
-from hf_memopt.estimator.patches.adapters import traceable_adapters
 from hf_memopt.estimator.patches.assignment import matched_in_order
+from hf_memopt.estimator.patches.fake_adapters import traceable_adapters
 from hf_memopt.estimator.patches.flex_attention import counted_flex_attention
 from hf_memopt.estimator.patches.fp8_kernels import counted_fp8_kernels
 from hf_memopt.estimator.private_names import Part

@@ -10,8 +10,8 @@ from typing import Any
 from hf_memopt.errors import InputError, as_input_error, brief
 from hf_memopt.estimator.private_names import Part, check
 from hf_memopt.estimator.tracing.dtypes import traceable_dtype
+from hf_memopt.estimator.tracing.fake_quantization import is_quantized, quantize
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
-from hf_memopt.estimator.tracing.quantization import is_quantized, quantize
 from hf_memopt.estimator.tracing.quantized_linear import lora_modules, named_stand_ins
 from hf_memopt.estimator.tracing.tasks import TASKS, with_token_ids
 from hf_memopt.levers.adapters import add_adapters

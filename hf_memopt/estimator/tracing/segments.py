@@ -7,7 +7,7 @@ import torch
 from hf_memopt.estimator.accounting.engine_tensors import follow_engine, tensors_in
 from hf_memopt.estimator.accounting.ledger import HOST, ROLLOUT_PHASES, STACK, Ledger
 from hf_memopt.estimator.tracing.extrapolate import read_config
-from hf_memopt.estimator.tracing.quantization import loaded_tensors
+from hf_memopt.estimator.tracing.fake_quantization import loaded_tensors
 
 # Phases whose forward passes are not a training step's.
 WITHOUT_STEP = ("eval", *ROLLOUT_PHASES)

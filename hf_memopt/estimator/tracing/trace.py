@@ -31,16 +31,16 @@ from hf_memopt.estimator.patches.ulysses import shared_samples
 from hf_memopt.estimator.patches.vision_windows import fewer_windows
 from hf_memopt.estimator.private_names import Part, check
 from hf_memopt.estimator.tracing.extrapolate import read_config
+from hf_memopt.estimator.tracing.fake_quantization import loaded_tensors, staged_bytes
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 from hf_memopt.estimator.tracing.host_copies import counted_lanes, save_on_host
-from hf_memopt.estimator.tracing.optimizers import stand_ins
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet, without_deepspeed
-from hf_memopt.estimator.tracing.quantization import loaded_tensors, staged_bytes
 from hf_memopt.estimator.tracing.rollouts import generates, own_objects_only
 from hf_memopt.estimator.tracing.segments import announce_held, announce_layers, make_phase_callback, repeated_layers
 from hf_memopt.estimator.tracing.traced_arguments import make_arguments
 from hf_memopt.estimator.tracing.traced_trainer import make_collator, make_trainer
 from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
+from hf_memopt.estimator.tracing.untraced_optimizers import stand_ins
 from hf_memopt.hardware.attention_kernels import flash_attention
 from hf_memopt.levers.activation_offload import Offloader
 from hf_memopt.levers.answer_logits import nothing_but_loss

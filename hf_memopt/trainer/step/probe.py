@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_memopt.data.batches import packed_batches, relative_sizes
+from hf_memopt.data.sample_batches import packed_batches, relative_sizes
 from hf_memopt.oom.classify import free_memory
 from hf_memopt.trainer.data_loading import batch_order
 from hf_memopt.trainer.step.optimizer_guard import torch_optimizer

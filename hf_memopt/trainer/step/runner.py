@@ -198,7 +198,7 @@ class StepRunner:
             if not is_whole and (changed := self.buffers.changed_since(self._chunk_state)):
                 raise InputError(_changes(changed))
             micro.record_chunk(start, stop, loss * self._weight)
-        if (changed := self.buffers.settle(self._first_state)) and self.splits:
+        if (changed := self.buffers.note_changed(self._first_state)) and self.splits:
             self.refuse(_changes(changed))
         return micro.loss
 
@@ -226,7 +226,7 @@ class StepRunner:
             with self._hooked_backward():
                 loss = step(model, micro.inputs, micro.num_items)
             if self.window.state is not None:
-                self.buffers.settle(self.window.state)
+                self.buffers.note_changed(self.window.state)
             return loss
         except TrainingOutOfMemory:  # generation has ended the run
             raise

@@ -121,7 +121,7 @@ class Buffers:
         """
         self._trainer = trainer
         self._own = own and copied
-        self._settled = not copied
+        self._noted = not copied
         self._changing: set[str] = set()
 
     def copies(self) -> dict[str, torch.Tensor]:
@@ -140,20 +140,20 @@ class Buffers:
 
     def changed_since(self, state: StepState) -> str:
         """The name of a buffer that differs from a state's; "" where none does."""
-        if self._settled and not self._own:
+        if self._noted and not self._own:
             return next(iter(self._changing), "")
         if self._too_large:
             return "a quantized weight" if self.written() != state.written else ""
         return next(self._differing(state), "")
 
-    def settle(self, state: StepState) -> str:
+    def note_changed(self, state: StepState) -> str:
         """Note, after the first training pass, which buffers it has changed; the name of one, or ""."""
-        if self._settled or self._own:
+        if self._noted or self._own:
             return ""
         changed = self.changed_since(state)
         if changed and not self._too_large:
             self._changing = set(self._differing(state))
-        self._settled = True
+        self._noted = True
         return changed
 
     def _differing(self, state: StepState) -> Iterator[str]:
@@ -164,11 +164,11 @@ class Buffers:
         return sum(buffer.nbytes for _, buffer in self._watched()) > _MOST_COPIED
 
     def _watched(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._settled and not self._changing:
+        if self._noted and not self._changing:
             return
         for name, buffer in self._trainer.model.named_buffers():
             # Rotary frequencies (dynamic and long RoPE) follow from the padded length, which chunks keep.
-            if not name.endswith("inv_freq") and (not self._settled or name in self._changing):
+            if not name.endswith("inv_freq") and (not self._noted or name in self._changing):
                 yield name, buffer
 
 

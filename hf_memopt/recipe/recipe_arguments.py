@@ -14,7 +14,7 @@ from hf_memopt.field_values import fit, hints_of, read_field
 from hf_memopt.hub_names import hub_name
 from hf_memopt.levers.arguments import PLAN_PROFILES, MemoryArguments
 from hf_memopt.presets import DTYPES, METHODS
-from hf_memopt.presets.quantization import check_4bit, check_quantization
+from hf_memopt.presets.quantization_fields import check_4bit, check_quantization
 from hf_memopt.stack.versions import EVERY_N_LAYERS, OFFLOADED_INPUTS, has
 from hf_memopt.stack.vocabulary import RENAMED, argument_hints, newest
 from hf_memopt.yaml_values import read_yaml, read_yaml_file

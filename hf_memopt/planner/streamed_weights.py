@@ -6,8 +6,8 @@ import torch
 
 from hf_memopt.estimator.quantized_checkpoints import holds_fp8
 from hf_memopt.estimator.spec_job import quantization_config
+from hf_memopt.estimator.tracing.fake_quantization import is_quantized
 from hf_memopt.estimator.tracing.model import count_weights, resolve_dtype
-from hf_memopt.estimator.tracing.quantization import is_quantized
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
 from hf_memopt.job.spec import JobSpec

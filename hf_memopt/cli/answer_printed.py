@@ -5,7 +5,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from hf_memopt.cli.speed import AmountOptions
+from hf_memopt.cli.speed_printed import AmountOptions
 from hf_memopt.units import gib, size
 
 _LINES = 24  # of a terminal that nobody enlarged

@@ -17,7 +17,7 @@ from hf_memopt.hardware import Hardware, get_hardware, list_hardware
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.hardware.described import described_text
-from hf_memopt.hardware.device_names import candidates, counted
+from hf_memopt.hardware.device_names import counted, names_meant
 from hf_memopt.presets.build import build_preset, preset_names
 from hf_memopt.presets.environment import PRECISION
 from hf_memopt.presets.preset import METHODS, Preset, retrained, with_strategy
@@ -162,7 +162,7 @@ def preset_name(name: str) -> str | None:
     if spelled == "auto" or spelled in preset_names():
         return spelled
     card, count = counted(name, catalog())
-    several = [f"{key}_x{count}" for key in candidates(card, catalog())] if count > 1 else []
+    several = [f"{key}_x{count}" for key in names_meant(card, catalog())] if count > 1 else []
     return several[0] if len(several) == 1 and several[0] in preset_names() else None
 
 
