@@ -12,6 +12,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -41,7 +42,8 @@ def answer(line: str) -> dict:
         refusals = [text for text in errors.getvalue().splitlines() if text.startswith("error: ")]
         return {"code": code, "refusal": refusals}
     if words != line:
-        return {"code": code, "printed": output.getvalue().replace(f"{ROOT}/", "").splitlines()}
+        printed = re.sub(r" \\\n\s+", " ", output.getvalue())  # broken by the path of the clone
+        return {"code": code, "printed": printed.replace(f"{ROOT}/", "").splitlines()}
     return {"code": code, "answer": without(json.loads(output.getvalue()))}
 
 

@@ -7,9 +7,12 @@ predictions a test measures again stand elsewhere (test_scripts.py, test_grpo_es
 import importlib
 import json
 import sys
+from importlib.util import find_spec
 
 import pytest
 from conftest import ROOT
+
+from hf_memopt.compatibility.rules import PACKAGES
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -35,7 +38,7 @@ def test_a_job_on_a_cpu(row):
 
 
 @pytest.mark.drawn(1)
-@recorded("estimator_optimizers")
+@recorded("estimator_optimizers", lambda row: find_spec(PACKAGES.get(row["optim"], "torch")))
 def test_an_optimizer(row):
     check("estimator_optimizers", row)
 
