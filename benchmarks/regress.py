@@ -48,8 +48,12 @@ def answer(line: str) -> dict:
 
 
 def asked() -> list[str]:
-    """The lines of commands.txt."""
-    lines = (FOLDER / "commands.txt").read_text().splitlines()
+    """The lines of commands.txt, and for every file of a pattern there a line."""
+    lines = []
+    for line in (FOLDER / "commands.txt").read_text().splitlines():
+        command, _, pattern = line.rpartition(" ")
+        files = sorted(FOLDER.glob(pattern)) if "*" in pattern and not line.startswith("#") else []
+        lines += [f"{command} {os.path.relpath(file, FOLDER)}" for file in files] or [line]
     return [line for line in lines if line and not line.startswith("#")]
 
 

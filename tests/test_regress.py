@@ -29,12 +29,14 @@ def test_differences_are_named(now, named):
     assert list(regress.differences({"bytes": 1000, "speed": 100.0}, now)) == named
 
 
+JOBS = ("estimate", "plan", "printed estimate", "printed plan")
 SMALL = ("llama.json", "bert.json", "t5.json", "mixtral.json")
 
 
 def lines(*, small):
     """The lines about models of a few layers, or the others."""
-    return pytest.mark.parametrize("line", [line for line in regress.asked() if any(map(line.count, SMALL)) == small])
+    jobs = [line for line in regress.asked() if line.startswith(JOBS)]
+    return pytest.mark.parametrize("line", [line for line in jobs if any(map(line.count, SMALL)) == small])
 
 
 @pytest.fixture
@@ -47,6 +49,14 @@ def asked(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     yield regress.answer
     logging.getLogger("hf_memopt").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("command", ["presets", "show", "advise", "migrate"])
+def test_texts_are_those_that_were_frozen(command, asked, subtests):
+    frozen = json.loads(regress.FROZEN.read_text())
+    for line in [line for line in regress.asked() if line.startswith(f"printed {command}")]:
+        with subtests.test(line=line):
+            assert not list(regress.differences(frozen[line], asked(line)))
 
 
 @pytest.mark.kept

@@ -47,7 +47,7 @@ def recipe_arguments(spec: JobSpec, translation: Translation) -> dict[str, Any]:
         "packing": True if spec.packed and RECIPES[spec.task] == "sft" else None,
     }
     values = {**own, **translation.run, **{k: v for k, v in spec.training.items() if k not in _ENGINES}}
-    values |= {name: getattr(spec.memory_args, name) for name in spec.named}
+    values |= {name: getattr(spec.memory_args, name) for name in sorted(spec.named)}
     values |= {"lora": dict(spec.lora), "quantization": dict(spec.quantization)}
     return written({name: value for name, value in values.items() if value not in (None, {})})
 
