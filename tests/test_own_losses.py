@@ -209,3 +209,12 @@ def test_a_refusal_names_what_to_do(name, plain, tmp_path):
     declares = 'set loss_reduction="sample_mean" or "token_mean"'
     cannot = {"batch norm": "normalizes over the whole batch", "own training_step that counts": "own training_step"}
     assert cannot.get(name, declares) in found.refused
+
+
+def test_a_loss_is_compared_on_the_batch_its_halves_and_smaller_starts():
+    from hf_memopt.trainer.step.loss_rule import _groups
+
+    assert _groups(2) == [(0, 1, 2)]
+    assert _groups(3) == [(0, 1, 3), (1, 2, 3)]
+    assert _groups(8) == [(0, 4, 8), (4, 6, 8), (0, 2, 4), (0, 1, 2)]
+    assert _groups(5) == [(0, 2, 5), (2, 3, 5), (0, 1, 2)]

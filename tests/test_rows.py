@@ -355,3 +355,17 @@ def test_no_row_of_another_form_is_a_bad_video(recipe, tmp_path, encoder):
             ]
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_marker_of_the_encoding_counts_in_the_first_line_alone(tmp_path):
+    from hf_memopt.data.row_files import _lines
+
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo\nth\0ree\n")
+    assert list(_lines(path)) == [(1, "one\n"), (2, "\ufefftwo\n"), (3, "th\0ree\n")]
+    path.write_bytes("one\n".encode("utf-16"))
+    with pytest.raises(InputError, match="line 1 is not UTF-8 but looks like UTF-16"):
+        list(_lines(path))
+    path.write_bytes(b"one\ntw\xff\n")
+    with pytest.raises(InputError, match="line 2 is not UTF-8 .byte 0xff at column 3"):
+        list(_lines(path))
