@@ -217,6 +217,7 @@ def offloading():
 
 def again(row: dict) -> dict:
     """What is predicted now for a row of cards, clusters, trl, or of a guide."""
+    configure_allocator()
     if "kind" in row:
         now = smallest(row["kind"], row["model"], row["method"])
     elif "preset" in row:

@@ -35,6 +35,22 @@ def test_every_number_is_the_measured_predicted_or_recomputed_one(benchmarks):
     assert used == set(fill_docs.FIGURES), "a figure that no page shows, or the other way round"
 
 
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ({"date": "2026-11-02", "commit": "0123abcd+"}, "2026-11-02 (0123abcd)"),
+        ({"date": "2026-11-01"}, "2026-11-01, **more than a month before the newest figures**,"),
+    ],
+)
+def test_a_page_says_how_old_its_figures_are(result, expected, benchmarks, monkeypatch):
+    from datetime import date
+
+    from docs_tables import markdown
+
+    monkeypatch.setattr(markdown, "newest", lambda: date(2026, 12, 3))
+    assert markdown.when(result) == expected
+
+
 def test_the_weights_that_formulas_begin_with(benchmarks):
     """Counted from the bundled architectures."""
     import figures

@@ -367,5 +367,5 @@ def test_a_marker_of_the_encoding_counts_in_the_first_line_alone(tmp_path):
     with pytest.raises(InputError, match="line 1 is not UTF-8 but looks like UTF-16"):
         list(_lines(path))
     path.write_bytes(b"one\ntw\xff\n")
-    with pytest.raises(InputError, match="line 2 is not UTF-8 .byte 0xff at column 3"):
+    with pytest.raises(InputError, match=r"line 2 is not UTF-8 .byte 0xff at column 3"):
         list(_lines(path))

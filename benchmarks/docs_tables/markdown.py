@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from datetime import date
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+MONTH = 31  # days
 GIB, GB = 2**30, 10**9
 KINDS = ("parameters", "gradients", "optimizer_states", "activations", "logits", "workspace", "communication")
 METHOD_NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
@@ -58,11 +60,25 @@ def versions(data: dict) -> str:
 def predicted(name: str, up: str = "../", verb: str = "Predicted") -> str:
     """Where a table of predictions comes from."""
     data = results(name)
-    return f"{verb} {data['date']} with {versions(data)}: {link(data, up)}."
+    return f"{verb} {when(data)} with {versions(data)}: {link(data, up)}."
 
 
 def measured(name: str) -> str:
     """Where a table of measurements comes from."""
     data = results(name)
     machine = f"{data['hardware']['device']}, {data['hardware']['cores']} cores"
-    return f"Measured {data['date']} on {machine}, {versions(data)}: {link(data)}."
+    return f"Measured {when(data)} on {machine}, {versions(data)}: {link(data)}."
+
+
+def when(data: dict) -> str:
+    """The date of a result, its commit, and whether it is more than a month older than the newest result."""
+    commit = f" ({data['commit'].removesuffix('+')})" if data.get("commit") else ""
+    days = (newest() - date.fromisoformat(data["date"])).days
+    return f"{data['date']}{commit}" + (", **more than a month before the newest figures**," if days > MONTH else "")
+
+
+@cache
+def newest() -> date:
+    """The newest date among the results."""
+    paths = (path for path in RESULTS.glob("*.json") if path.stem != "regress")
+    return max(date.fromisoformat(results(path.stem)["date"]) for path in paths)
