@@ -150,3 +150,92 @@ def test_which_feature_goes_with_what():
         except InputError as error:
             found[f"{name}, {strategy}, {label}"] = f"error: {error}"
     frozen.check("features", found)
+
+
+def test_what_a_monitor_recommends():
+    from test_monitor import reading as device_reading
+
+    from hf_memopt import MemoryMonitor
+
+    found = {}
+    for kind, status, size, fields in itertools.product(
+        ("cuda", "cpu", "mps"),
+        ("warning", "critical", "emergency"),
+        (None, 1, 8),
+        (
+            {"reserved": 23, "peak_allocated": 15, "used": 23.9},
+            {"used": 23},
+            {"peak_allocated": 20.5},
+            {"reserved": 18.4},
+        ),
+    ):
+        monitor = MemoryMonitor(device="cpu")
+        monitor.reader.kind = kind
+        told = monitor._recommendations(status, device_reading(18, **fields), size)
+        found[f"{kind}, {status}, {size}, {fields}"] = told
+    frozen.check("monitor", found)
+
+
+@pytest.mark.parametrize("kind", ["leak", "fragmentation", "longer data", "other process", None])
+def test_when_growth_is_said(kind):
+    from test_monitor import scenario
+
+    found = {}
+    for steps in range(4, 64, 4):
+        diagnosis = scenario(kind, steps)
+        found[steps] = diagnosis.label()
+    frozen.check(f"growth_{kind or 'none'}".replace(" ", "_"), found)
+
+
+@pytest.mark.parametrize("owners", [True, False])
+def test_what_a_snapshot_tells(owners, tmp_path, command):
+    from contrib.test_snapshot import _pickled, cuda_snapshot
+
+    about = {
+        "reason": "step 2",
+        "device": "cuda:0",
+        "capacity": 8000,
+        "marks": [(1, "step", "2"), (2, "phase", "forward"), (15, "phase", "backward"), (35, "phase", "optimizer")],
+        "owners": [[1, 1000, 1000, "parameters", "a.weight"], [34, 3000, 200, "gradients", "a.weight"]],
+    }
+    path = _pickled(tmp_path, cuda_snapshot(**({"hf_memopt": about} if owners else {})))
+    told = [command("snapshot", path, *more)[:2] for more in ((), ("--json",))]
+    frozen.check(f"snapshot_{owners}", [[code, out.replace(str(tmp_path), "").splitlines()] for code, out in told])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm", "llava_onevision"])
+def test_what_a_video_becomes(family, tmp_path):
+    import torch
+    import video_models
+    import videos
+    from transformers import AutoConfig
+
+    from hf_memopt.video.encoder import Encoder
+    from hf_memopt.video.media import Limits
+    from hf_memopt.video.processor import load_processor
+
+    for frames in (5, 40):
+        videos.write(tmp_path / f"{frames}.mp4", videos.numbered(frames, 60, 80), rate=25)
+    model = video_models.make(family, tmp_path / "model")
+    question = {"role": "user", "content": "<video>Before.<video>What is moving?"}
+    rows = [
+        {
+            "messages": [question, {"role": "assistant", "content": "first red then blue"}],
+            "videos": ["5.mp4", "40.mp4"],
+        },
+        {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]},
+    ]
+    found = {}
+    for name, limits in {
+        "few": {"max_frames": 4},
+        "small": {"max_frames": 16, "max_pixels_per_frame": 32 * 32},
+    }.items():
+        encoder = Encoder(load_processor(str(model), AutoConfig.from_pretrained(model)), Limits(**limits), tmp_path)
+        for number, row in enumerate(rows):
+            sample = encoder(row)
+            found[f"{name} {number}"] = {
+                key: str(list(value.shape) if value.is_floating_point() else value.tolist())
+                for key, value in sample.items()
+                if isinstance(value, torch.Tensor)
+            }
+    frozen.check(f"video_{family}", found)
