@@ -12,6 +12,7 @@ from hf_memopt.errors import InputError, brief
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.job_checks import longest_sample
+from hf_memopt.estimator.quantized_checkpoints import dequantized
 from hf_memopt.estimator.smaller import with_sizes
 from hf_memopt.estimator.tracing.fake_quantization import is_quantized
 from hf_memopt.estimator.tracing.model import supports_checkpointing
@@ -133,14 +134,14 @@ def spec_job(spec: JobSpec) -> Job:
 
 def quantization_config(spec: JobSpec):
     """The preset's BitsAndBytesConfig with the user's fields; None where the method is another and no field asks for
-    8-bit weights, and for a quantized checkpoint, unless the user says more.
+    8-bit weights, and for a quantized checkpoint, unless the user says more or it trains dequantized.
 
     Raises:
         InputError: fields that the method does not take.
     """
     preset, changed = spec.preset, spec.quantization
     if not changed and is_quantized(spec.config):
-        return None
+        return (preset.method != "qlora" and dequantized(spec.config)) or None
     if changed.get("dequantize"):
         if len(changed) > 1:
             raise InputError("quantization.dequantize=true goes with no other quantization.*")

@@ -1,0 +1,66 @@
+"""What a model, a tool or a recipe chooses by itself is chosen: no question needs a --set before it is answered."""
+
+import json
+import random
+
+import pytest
+from conftest import drawn_by, slow
+
+from hf_memopt.estimator.architectures import hub_id, list_architectures, load_config
+from hf_memopt.estimator.tracing.tasks import infer_task
+
+CAUSAL = [name for name in list_architectures() if infer_task(load_config(name)) == "causal-lm"]
+SMALLEST = {
+    "axolotl.yaml": "base_model: {model}\nadapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_linear: true\n"
+    "sequence_len: 64\nmicro_batch_size: 1\ndatasets:\n  - path: tatsu-lab/alpaca\n    type: alpaca\n",
+    "llama_factory.yaml": "model_name_or_path: {model}\nstage: sft\ndo_train: true\nfinetuning_type: lora\n"
+    "dataset: alpaca_en_demo\ntemplate: default\ncutoff_len: 64\noutput_dir: out\nbf16: true\n",
+    "swift.sh": "swift sft --model {model} --dataset AI-ModelScope/alpaca-gpt4-data-en --max_length 64\n",
+    "trl.yaml": "model_name_or_path: {model}\ndataset_name: trl-lib/Capybara\nuse_peft: true\n"
+    "lora_target_modules: all-linear\nmax_length: 64\noutput_dir: out\n",
+}
+
+
+def _answered(command, *words) -> dict:
+    code, out, errors = command(*words, "--json")
+    assert code in (0, 1), errors
+    return json.loads(out)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("tool", SMALLEST)
+def test_gpt_oss_trains_dequantized_and_with_its_own_attention(tool, command, tmp_path):
+    """Its checkpoint is mxfp4, which transformers does not train, and it has no sdpa."""
+    file = tmp_path / tool
+    file.write_text(SMALLEST[tool].format(model="openai/gpt-oss-20b"))
+    found = _answered(command, "estimate", file, "--hardware", "h200")
+    assert found["breakdown"]["parameters"] > 2 * 20e9 and ", eager, " in found["estimated"]
+    assert any("mxfp4 weights are dequantized" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize("method", ["lora", slow("full")])
+def test_an_estimate_of_it_needs_no_more_words(method, command):
+    found = _answered(command, "estimate", "gpt-oss-20b", "--hardware", "h200", "--method", method, "--seq-len", "64")
+    assert ", eager, " in found["estimated"] and found["method"] == method
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", CAUSAL)
+def test_the_smallest_file_of_a_tool_is_answered(model, command, tmp_path):
+    """Each commit draws other tools."""
+    tool = random.Random(f"{drawn_by()} {model}").choice(list(SMALLEST))
+    file = tmp_path / tool
+    file.write_text(SMALLEST[tool].format(model=hub_id(model)))
+    _answered(command, "estimate", file, "--hardware", "h200x8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", list_architectures())
+def test_every_bundled_model_is_estimated(model, command):
+    """Each commit draws other cards and methods."""
+    drawn = random.Random(f"{drawn_by()} {model}")
+    card, method = (
+        drawn.choice(["rtx_4090", "a100_80gb", "mi300x", "apple_m4_max_64gb", "t4"]),
+        drawn.choice(["full", "lora"]),
+    )
+    _answered(command, "estimate", model, "--hardware", card, "--method", method, "--seq-len", "64")
