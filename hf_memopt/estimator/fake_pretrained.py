@@ -196,17 +196,14 @@ def _leave_meta(module: torch.nn.Module, float32: dict[str, torch.dtype], prefix
         for name, tensor in tensors.items():
             if tensor is None or not tensor.is_meta:
                 continue
-            planned = (dtype for pattern, dtype in float32.items() if _matches(pattern, f"{prefix}{name}"))
+            whole = f"{prefix}{name}"  # matched as transformers.core_model_loading does
+            planned = (dtype for pattern, dtype in float32.items() if re.search(pattern.replace("*", ".*"), whole))
             value = torch.empty_like(tensor, dtype=next(planned, tensor.dtype), device="cpu")
             if tensors is module._parameters:
                 value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
             tensors[name] = value
     for name, child in module.named_children():
         _leave_meta(child, float32, f"{prefix}{name}.")
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return re.search(pattern.replace("*", ".*"), name) is not None  # as transformers.core_model_loading does
 
 
 _ADAPTERS = Part.DRY_RUN.replaces(

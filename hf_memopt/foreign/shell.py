@@ -58,7 +58,8 @@ def simple_commands(text: str) -> Iterator[Simple]:
             name, more, value = assignment.groups()
             before = own.get(name) or variables.get(name, "") if more else ""
             if value.startswith("(") and more != "+":
-                variables[name] = [word for part in _words_within(value) for word in _expanded(part, variables)]
+                within = [word.text for line in _raw_commands(value.strip("()")) for word in line]
+                variables[name] = [word for part in within for word in _expanded(part, variables)]
             else:
                 own[name] = f"{before}{' '.join(_expanded(value, variables | own, split=False))}"
             raw = raw[1:]
@@ -103,10 +104,6 @@ def _raw_commands(text: str) -> Iterator[list[Word]]:
                 at = body.end() if body else len(text)
         target = bool(match["redirection"])
     yield words
-
-
-def _words_within(array: str) -> list[str]:
-    return [word.text for line in _raw_commands(array.strip("()")) for word in line]
 
 
 def _expanded(raw: str, variables: dict[str, str | list[str]], split: bool = True) -> list[str]:

@@ -296,7 +296,8 @@ def _smaller_models(spec: JobSpec, smallest: Choice) -> list[Proposal]:
     directions = [_apart([(text, changed) for text, changed in named if not excessive_weights(changed)])]
     if spec.preset.method == "full" and is_from_scratch(spec.config):
         for steps in smaller_sizes(spec.config):
-            directions.append([(_as_config(sizes), _of_sizes(spec, sizes)) for sizes in steps])
+            specs = (replace(spec, config=with_sizes(spec.config, sizes)) for sizes in steps)
+            directions.append(list(zip(map(_as_config, steps), specs, strict=True)))
     if (video := spec.video) and (fewer := video.halved()):
         directions.append([(f"max_frames={fewer.frames}", replace(spec, video=fewer))])
     found: dict[int, Proposal] = {}  # by direction
@@ -331,10 +332,6 @@ def _of_model(spec: JobSpec, name: str) -> JobSpec:
 def _as_config(sizes: dict[str, int]) -> str:
     written = ", ".join(f"{name}={size}" for name, size in sizes.items())
     return f"{written} in the config.json (a smaller model, trained from scratch)"
-
-
-def _of_sizes(spec: JobSpec, sizes: dict[str, int]):
-    return replace(spec, config=with_sizes(spec.config, sizes))
 
 
 def _smaller(spec: JobSpec) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from hf_memopt.compatibility.resolve import launched_strategy, world_size
 from hf_memopt.errors import InputError, StartAgain
 from hf_memopt.estimator.overheads import context
-from hf_memopt.hardware.host_memory import HostMemory, own_host_memory
+from hf_memopt.hardware.host_memory import own_host_memory
 from hf_memopt.hardware.measured import constant
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
@@ -67,7 +67,7 @@ def plan_here(config, preset: Preset, profile: str, training: dict[str, Any], **
         effective_batch_size=training.pop("effective_batch_size", None),
         memory=memory,
         training=training,
-        host_memory=_host_memory(preset.hardware),
+        host_memory=own_host_memory(1) if preset.hardware.discrete_memory else None,
         **settings,
     )
     plan = plan_job(spec, lambda text: print(text, file=sys.stderr))
@@ -97,11 +97,6 @@ def _pick_profile(profiles, name: str, memory: int) -> Planned:
         summary=f"{chosen.name}: {chosen.summary}; {gib(chosen.estimate.device_bytes)} of {gib(memory)} free",
         safer=safer[-1] if safer else None,
     )
-
-
-def _host_memory(device) -> HostMemory | None:
-    """The free memory of the host, beside a device with memory of its own."""
-    return own_host_memory(1) if device.discrete_memory else None
 
 
 def usable_memory(device) -> int:

@@ -89,13 +89,10 @@ def concerns(func, args, kwargs) -> bool:
     """
     if func in SHAPED_BY_VALUES:
         return True
-    tensors = [_first(arg) for arg in (*args, *kwargs.values())]
+    given = (*args, *kwargs.values())
+    tensors = [arg[0] if isinstance(arg, list | tuple) and arg else arg for arg in given]
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     return not tensors or any(map(_has_value, tensors))
-
-
-def _first(arg):
-    return arg[0] if isinstance(arg, list | tuple) and arg else arg
 
 
 def run(func, args, kwargs, call):
@@ -121,7 +118,8 @@ def run(func, args, kwargs, call):
     except (DynamicOutputShapeException, DataDependentOutputException):
         values = _compute(func, args, kwargs)
         return _with_values(tree_map(_empty_like, values), values)
-    if all(map(is_worth_knowing, _fakes(out))) and not (_RANDOM in func.tags and _is_fraction(out)):
+    fakes = (leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor))
+    if all(map(is_worth_knowing, fakes)) and not (_RANDOM in func.tags and _is_fraction(out)):
         return _with_values(out, _compute(func, args, kwargs))
     if func._schema.is_mutable:
         forget(args[0])
@@ -147,10 +145,6 @@ def _with_values(out, values):
         if isinstance(fake, FakeTensor):
             set_value(fake, value)
     return out
-
-
-def _fakes(out) -> list[FakeTensor]:
-    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
 
 
 def is_worth_knowing(tensor: torch.Tensor) -> bool:
