@@ -7,7 +7,9 @@ import pytest
 from conftest import drawn_by, slow
 
 from hf_memopt.estimator.architectures import hub_id, list_architectures, load_config
+from hf_memopt.estimator.spec_job import sample_length
 from hf_memopt.estimator.tracing.tasks import infer_task
+from hf_memopt.job.spec import JobSpec
 
 CAUSAL = [name for name in list_architectures() if infer_task(load_config(name)) == "causal-lm"]
 SMALLEST = {
@@ -64,3 +66,26 @@ def test_every_bundled_model_is_estimated(model, command):
         drawn.choice(["full", "lora"]),
     )
     _answered(command, "estimate", model, "--hardware", card, "--method", method, "--seq-len", "64")
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "tokens"),
+    [
+        ("grpo", {}, 1024),  # 512 of a prompt fit beside TRL's 512
+        ("grpo", {"training": {"max_completion_length": 512}}, 1024),
+        ("grpo", {"training": {"max_completion_length": 513}}, 1025),
+        ("rloo", {"training": {"max_completion_length": 2048}}, 2560),
+        ("grpo", {"training": {"max_completion_length": 40_000}}, 40_512),
+        ("grpo", {"training": {"max_completion_length": 2048}, "seq_len": 3000}, 3000),
+        ("sft", {"training": {"max_completion_length": 2048}}, 1024),
+        (None, {}, 1024),
+    ],
+)
+def test_a_sample_holds_a_prompt_and_the_longest_completion(task, asked, tokens):
+    spec = JobSpec(model="qwen3-0.6b", config=load_config("qwen3-0.6b"), task=task, **asked)
+    assert sample_length(spec, 1024) == tokens
+
+
+def test_a_sample_is_no_longer_than_the_models_positions():
+    spec = JobSpec(model="gpt2", config=load_config("gpt2"), task="grpo", training={"max_completion_length": 800})
+    assert sample_length(spec, 512) == 1024

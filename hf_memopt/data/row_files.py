@@ -65,11 +65,8 @@ def encoded_rows(paths: tuple[Path, ...], columns: tuple[tuple[str, bool], ...],
         for name, is_text in columns:
             if is_text and not isinstance(row.get(name), str | None):
                 raise InputError(f"{where}: {name} must be a text, as in the first rows, not {brief(row[name])}")
-        yield {name: row.get(name) if is_text else _encoded(row.get(name)) for name, is_text in columns}
-
-
-def _encoded(value: Any) -> str | None:
-    return None if value is None else json.dumps(value)
+        found = ((name, row.get(name), is_text) for name, is_text in columns)
+        yield {name: value if is_text or value is None else json.dumps(value) for name, value, is_text in found}
 
 
 def find_line(path: Path, is_wanted: Callable[[int, Row], bool]) -> int | None:

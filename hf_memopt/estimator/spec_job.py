@@ -32,6 +32,8 @@ from hf_memopt.video.inputs import frozen_by_settings, video_inputs
 
 logger = logging.getLogger(__name__)
 
+_PROMPT = 512  # tokens; TRL's max_prompt_length, as long as it had one
+
 
 def read_model(spec: JobSpec) -> JobSpec:
     """The spec with the model's configuration, and with the clips that it takes.
@@ -67,6 +69,22 @@ def preset_spec(preset: Preset, model=None, memory_args: MemoryArguments | None 
     return read_model(JobSpec(model=model, preset=preset, method=preset.method, memory_args=memory_args, **settings))
 
 
+def sample_length(spec: JobSpec, usual: int) -> int:
+    """Tokens of a sample: the user's, or the usual number within the model's positions; where completions are
+    generated, no fewer than a prompt has beside the longest of them.
+
+    Raises:
+        InputError: TRL is not installed.
+    """
+    row = TRL_TASKS.get(spec.task)
+    if spec.seq_len is not None:
+        return spec.seq_len
+    if row and row.generates:
+        completion = spec.training.get("max_completion_length", row.config_class.max_completion_length)
+        usual = max(usual, _PROMPT + completion) if isinstance(completion, int) else usual
+    return longest_sample(spec.config, usual)
+
+
 def spec_job(spec: JobSpec) -> Job:
     """The Job of a spec whose preset and configuration are known.
 
@@ -76,7 +94,7 @@ def spec_job(spec: JobSpec) -> Job:
     preset, config, fields = spec.preset, spec.config, newest(spec.training)
     if spec.dtype is not None:
         preset = replace(preset, dtype=spec.dtype)
-    preset = replace(preset, seq_len=spec.seq_len or longest_sample(config, preset.seq_len))
+    preset = replace(preset, seq_len=sample_length(spec, preset.seq_len))
     if spec.sequence_parallel > 1:
         preset = replace(preset, sequence_parallel=spec.sequence_parallel)
     world_size = preset.processes if spec.world_size is None else spec.world_size

@@ -14,8 +14,7 @@ from typing import Any
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.duration import Amount
 from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.job_checks import longest_sample
-from hf_memopt.estimator.spec_job import read_model
+from hf_memopt.estimator.spec_job import read_model, sample_length
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.hardware.measured import constant
@@ -329,7 +328,7 @@ def choose_card(
     spec = replace(
         spec,
         effective_batch_size=spec.effective_batch_size or EFFECTIVE_BATCH,
-        seq_len=longest_sample(spec.config, TOKENS) if spec.seq_len is None else spec.seq_len,
+        seq_len=sample_length(spec, TOKENS),
     )
     tokens = amount.count_tokens(spec.seq_len)
     market = _Market(spec, say)

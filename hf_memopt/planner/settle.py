@@ -4,10 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.job_checks import longest_sample
 from hf_memopt.estimator.quantized_checkpoints import dequantized, holds_fp8
 from hf_memopt.estimator.smaller import find_experts
-from hf_memopt.estimator.spec_job import quantization_config, read_model
+from hf_memopt.estimator.spec_job import quantization_config, read_model, sample_length
 from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
@@ -42,7 +41,7 @@ def of_one_length(spec: JobSpec, methods: tuple[str, ...]) -> JobSpec:
     if len(methods) == 1 or spec.seq_len is not None:
         return spec
     lengths = [resolve_preset(spec.hardware, method, spec.strategy, spec.world_size).seq_len for method in methods]
-    return replace(spec, seq_len=longest_sample(spec.config, max(lengths)))
+    return replace(spec, seq_len=sample_length(spec, max(lengths)))
 
 
 def settle(spec: JobSpec, method: str) -> JobSpec:
@@ -84,7 +83,7 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
         lora=_adapted(spec),
         memory=min(filter(None, limits)),
         host_memory=spec.host_memory or _host_memory(spec),
-        seq_len=spec.seq_len or longest_sample(spec.config, preset.seq_len),
+        seq_len=sample_length(spec, preset.seq_len),
         effective_batch_size=batch,
         training=training,
     )

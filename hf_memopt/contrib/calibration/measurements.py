@@ -91,7 +91,9 @@ def measure(
             return {"outcome": "failed", "reason": "another process took or gave back memory of the card meanwhile"}
     if measurement.setting is not None:
         predicted = processes.run(
-            functools.partial(_predict, measurement.setting, dataclasses.asdict(_without_sources(device))),
+            functools.partial(
+                _predict, measurement.setting, dataclasses.asdict(dataclasses.replace(device, sources={}))
+            ),
             limit,
             {"CUDA_VISIBLE_DEVICES": "", SWITCH: "on"},
         )
@@ -99,10 +101,6 @@ def measure(
             return {"outcome": "failed", "reason": f"not predicted: {predicted['reason']}"}
         row["predicted"] = {name: value for name, value in predicted.items() if name != "outcome"}
     return row
-
-
-def _without_sources(device: Hardware) -> Hardware:
-    return dataclasses.replace(device, sources={})
 
 
 def _predict(setting: Setting, device: dict[str, Any]) -> dict:
