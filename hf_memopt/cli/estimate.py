@@ -44,7 +44,7 @@ def run_estimate(
     amount.read()
     spec = check_words(_with_device_count(spec))
     if "auto" not in (spec.preset, spec.hardware) and (spec.preset or spec.hardware):
-        _resolve_preset(spec)  # it refuses what does not go together
+        _choose_preset(spec)  # it refuses what does not go together
     import_libraries()
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.spec_job import spec_job
@@ -149,7 +149,7 @@ def settle_job(spec: JobSpec) -> JobSpec:
     from hf_memopt.estimator.spec_job import read_model
 
     spec = _with_device_count(spec)
-    preset = _resolve_preset(spec)
+    preset = _choose_preset(spec)
     if spec.strategy and preset.engine.fsdp_version and (spec.world_size or preset.processes) == 1:
         shards = f"strategy={spec.strategy} shards a model over several processes"
         raise InputError(f"{shards}: add --world-size, or leave it out")
@@ -163,7 +163,7 @@ def settle_job(spec: JobSpec) -> JobSpec:
     return read_model(replace(spec, preset=preset, hardware=device, training=training))
 
 
-def _resolve_preset(spec: JobSpec) -> Preset:
+def _choose_preset(spec: JobSpec) -> Preset:
     """The preset that is named, else that of the hardware that is named, else plain TrainingArguments here; of another
     tool's configuration these on any hardware."""
     if spec.tool:

@@ -140,7 +140,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     require(("datasets", "matplotlib"), "a recipe", "train")
     if engine.package:
         require(engine.package, f"strategy={engine.name}")
-    unchanged, preset = _resolve_preset(parsed, recipe, engine)
+    unchanged, preset = _preset_and_changed(parsed, recipe, engine)
     peft_config = preset.peft_config(**parsed.lora)
     preset.apply_environment()
     preset = replace(preset, hardware=counterpart(preset.hardware) or preset.hardware)
@@ -168,7 +168,7 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
     return job
 
 
-def _resolve_preset(parsed: Parsed, recipe: RecipeArguments, engine: Engine) -> tuple[Preset, Preset]:
+def _preset_and_changed(parsed: Parsed, recipe: RecipeArguments, engine: Engine) -> tuple[Preset, Preset]:
     """The preset under the job's engine, and the same with what the arguments change of it."""
     preset = get_preset(recipe.preset, recipe.method, _mesh_strategy(recipe, engine))
     if not engine.plain and preset.strategy != engine.strategy:  # by --deepspeed or --fsdp: as if launched so
