@@ -160,7 +160,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         marks = {marker.name for marker in item.iter_markers()}
         kind = next((kind for kind in ("slow", "pages") if kind in marks), None)
-        if not marks & {"sweep", "whole", "kept"} and (kind or not marks & {"engines", "cuda"}):
+        if not marks & {"sweep", "kept"} and (kind or not marks & {"engines", "cuda"}):
             drawn = item.get_closest_marker("drawn")
             most = min(_KEPT[kind], drawn.args[0]) if drawn else _KEPT[kind]
             tests.setdefault((item.nodeid.split("[")[0], most), []).append(item)

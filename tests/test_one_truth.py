@@ -65,7 +65,7 @@ def by_plan(method: str) -> int:
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_table_estimate_and_plan_agree(method, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as presets do
-    table = smallest("gpu", CARD, MODEL, method)["device_bytes"]
+    table = smallest("gpu", MODEL, method)["device_bytes"]
     assert by_estimate(method) == table
     assert by_plan(method) == table
 

@@ -105,6 +105,7 @@ def test_a_guides_job(row):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
 @recorded("long_samples")
 def test_a_long_sample(row):
     check("long_samples", row)

@@ -98,7 +98,6 @@ MAY_SAY_NO = ("advise", "estimate")  # with exit code 1: nothing to explain, doe
 
 
 @pytest.mark.slow
-@pytest.mark.whole
 @PAGES
 def test_every_block_runs_in_order_from_an_empty_folder(page, tmp_path, builtin_model):
     folder = tmp_path / "clone"
