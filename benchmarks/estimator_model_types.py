@@ -25,6 +25,7 @@ from rich.progress import track
 from tiny_models import LENGTH, measured_peak, tiny_config
 
 MICRO = 2
+LARGEST = 2**32  # predicted bytes of what is measured
 
 
 def jobs():
@@ -56,7 +57,8 @@ def estimated(task: str, model_type: str, kind: type, measure: bool) -> dict:
         row = _answer(config, task)
         row["seconds"] = round(time.perf_counter() - start, 2)
         if row["outcome"] == "answered":
-            return row | (_measured(config, task, row["predicted_bytes"]) if measure else {})
+            small = row["predicted_bytes"] < LARGEST  # a class of its own sizes may not fit any machine
+            return row | (_measured(config, task, row["predicted_bytes"]) if measure and small else {})
     if "cannot be built" in row["reason"] and (error := _building_error(kind, task)):
         return row | {"outcome": "no model", "reason": f"of its class's defaults transformers makes no model: {error}"}
     if measure and row["outcome"] != "no model":
