@@ -35,6 +35,9 @@ OTHER = {
     **{ast.Add: (r"\+", "-"), ast.Sub: ("-", "+"), ast.Mult: (r"\*", "/"), ast.Div: ("/", "*")},
     **{ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "*")},
 }
+TIMED_OUT = 124
+# A test failed, or a file of tests was not read. Tests that are not found (4, 5) have not looked; signals are below 0.
+NOTICED = (1, 2, TIMED_OUT)
 MARGIN = 60  # seconds that a mutant's tests may take beside ten times what they took
 
 
@@ -50,6 +53,10 @@ class Mutant:
     def source(self) -> str:
         source = (ROOT / self.file).read_text(encoding="utf-8")
         return source[: self.start] + self.text + source[self.end :]
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 class _Places(ast.NodeVisitor):
@@ -112,9 +119,7 @@ class _Places(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BinOp(self, node) -> None:
-        text = any(isinstance(side, ast.JoinedStr | ast.Constant) and isinstance(getattr(side, "value", ""), str)
-                   for side in (node.left, node.right))  # fmt: skip
-        if not text:
+        if not any(map(_is_text, (node.left, node.right))):
             self.between(node.left, node.right, node.op)
         self.generic_visit(node)
 
@@ -261,7 +266,7 @@ def _serve() -> None:
             elif time.monotonic() > ends:
                 os.killpg(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                code = 124
+                code = TIMED_OUT
             else:
                 time.sleep(0.05)
         print(code, file=answers, flush=True)
@@ -273,8 +278,13 @@ def _try_all(mutants: list[tuple[Mutant, list[str], float]], number: int, done) 
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     server = subprocess.Popen(
         [sys.executable, str(Path(__file__)), "--serve"],
-        cwd=copy, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+        cwd=copy,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     while True:
         try:
             mutant, tests, took = mutants.pop()
@@ -304,6 +314,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.serve:
         return _serve()
+    os.environ["DRAWN_BY"] = _state()  # the copies have no commit, and must draw the cases that were recorded
     folder = record()
     lines, times = tests_of_lines(folder), seconds(folder)
     run = [mutant for mutant in candidates(asked.only) if lines.get(mutant.file, {}).get(mutant.line)]
@@ -317,9 +328,9 @@ def main() -> None:
     results = []
 
     def done(mutant: Mutant, tests: list[str], code: int, log: str) -> None:
-        noticed = code != 0
+        noticed = code in NOTICED or code < 0
         results.append({**asdict(mutant), "tests": len(tests), "noticed": noticed, "code": code})
-        if code not in (0, 1, 124):
+        if code not in (0, 1, TIMED_OUT):
             results[-1]["log"] = log
         if not noticed:
             place = f"{mutant.file}:{mutant.line}"
