@@ -64,13 +64,19 @@ def train(folder, task: str, adapters: bool, **fields):
         model=llama(LlamaForSequenceClassification, num_labels=1) if task == "reward" else llama(),
         args=row.config_class(str(folder), **usual | FIELDS | fields),
         train_dataset=data(task, fields.get("packing", False)),
+        eval_dataset=data(task) if "eval_strategy" in fields else None,
         processing_class=tokenizer(),
         **more,
     )
     trainer.train()
 
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 16}
 CASES = {
+    "SFT, evaluated": ("sft", True, EVALUATED),
+    "DPO, evaluated": ("dpo", True, EVALUATED),
+    "KTO, evaluated": ("kto", True, EVALUATED),
+    "reward, evaluated": ("reward", True, EVALUATED),
     "SFT": ("sft", False, {}),
     "SFT, packed": ("sft", False, {"packing": True}),
     "SFT, padding-free": ("sft", False, {"padding_free": True}),

@@ -8,7 +8,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.spec_job import spec_job
-from hf_memopt.estimator.suggestions import Saving, largest_savings, smallest_combination
+from hf_memopt.estimator.suggestions import IN_EVALUATION, Saving, largest_savings, smallest_combination
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.estimator.trainer_job import TrainerJob
 from hf_memopt.job.spec import JobSpec
@@ -33,6 +33,8 @@ def fitting_changes(
         estimate: the job's, which does not fit.
         settle: makes `settled` of `asked`.
     """
+    if estimate.phase == "eval" and (saving := smallest_combination(job, estimate, on_all_cores, IN_EVALUATION)):
+        return [saving]  # which changes nothing of the training
     try:
         plan = plan_job(_planned(asked, settled, job, samples), working)
     except InputError:  # an engine's own settings, a task that plans do not know, samples that devices share

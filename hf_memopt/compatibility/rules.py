@@ -328,7 +328,8 @@ RULES = [
     ),
     _rule(
         "FSDP and TrainingArguments would both checkpoint activations, and Trainer raises an error",
-        "activation_checkpointing=False (fsdp_activation_checkpointing does it)",
+        "one of them: leave activation_checkpointing (gradient_checkpointing) out of the training arguments, or set "
+        "fsdp_activation_checkpointing: false in accelerate's file (fsdp_config.activation_checkpointing)",
         "source: transformers.Trainer.create_accelerator_and_postprocess",
         strategy=FSDP,
         activation_checkpointing=True,

@@ -198,6 +198,11 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak], otherwise: int) -> tu
         lines.append(
             "FSDP1 is counted as FSDP2, which shards each weight: FSDP1 needs more where a unit holds frozen weights"
         )
+    if job.engine.fsdp_version and job.fields.get("activation_checkpointing"):
+        lines.append(
+            "the Trainer checkpoints activations: accelerate's file has to say fsdp_activation_checkpointing: false, "
+            "or leave it to FSDP and activation_checkpointing out"
+        )
     if job.device.backend != "cpu":
         lines.extend(measured_memory(job.device, job.expandable))
     if otherwise and job.device.backend == "cuda":

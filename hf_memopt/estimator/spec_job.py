@@ -114,15 +114,16 @@ def spec_job(spec: JobSpec) -> Job:
     if deepspeed:
         resolved["deepspeed"] = deepspeed
     if preset.engine.fsdp_version and world_size > 1:
-        # The preset's FSDP2 checkpoints activations, unless the user says otherwise.
-        checkpoints = fields.get("activation_checkpointing", FSDP2["fsdp_activation_checkpointing"])
+        # The preset's FSDP2 checkpoints activations, unless the user has the Trainer do so, or neither.
         changed = fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config"))
-        if not checkpoints and is_true(changed.get("activation_checkpointing")) and spec.tool is None:
+        off, by_fsdp = fields.get("activation_checkpointing") is False, changed.get("activation_checkpointing")
+        if off and is_true(by_fsdp) and spec.tool is None:
             raise InputError(
                 "activation_checkpointing=false and fsdp_config.activation_checkpointing=true: leave one of the two "
                 "out"
             )
-        resolved["fsdp_config"] = {"activation_checkpointing": checkpoints, **changed}
+        default = "activation_checkpointing" not in fields and FSDP2["fsdp_activation_checkpointing"]
+        resolved["fsdp_config"] = {"activation_checkpointing": default, **changed}
     if "activation_checkpointing" not in fields:
         _leave_out_checkpointing(config, spec.task, resolved)
     return describe_task(

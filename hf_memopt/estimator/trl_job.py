@@ -17,7 +17,9 @@ from hf_memopt.estimator.patches.trl_trainers import WHOLE_LOGITS, whole_logits,
 from hf_memopt.estimator.tracing.model import ModelSettings, adapters_for, make_model
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet
 from hf_memopt.estimator.tracing.trace import TracedJob
+from hf_memopt.estimator.largest_batch import largest_eval_batch
 from hf_memopt.estimator.trainer_job import TrainerJob, check_held, describe_trainer
+from hf_memopt.estimator.training_fields import evaluates
 from hf_memopt.estimator.trl_tasks import END, TRL_TASKS, WORD, TrlTask, unscored
 from hf_memopt.hardware import Hardware
 from hf_memopt.levers.apply import apply_levers
@@ -155,7 +157,9 @@ def _around_trainer(row: TrlTask, job: Job, tool: str) -> TrlJob:
         trainer = _make_trainer(row, job, folder)
         check_held(trainer, job.engine)
         described = describe_trainer(trainer, job.device, 1, None)
+        evaluated = largest_eval_batch(trainer) if evaluates(job.fields) else None
     own = {item.name: getattr(described, item.name) for item in dataclasses.fields(described)}
+    own["eval_inputs"] = evaluated
     if row.generates:
         steps = _steps_per_generation(job)
         own["seq_len"] = job.seq_len
@@ -197,7 +201,12 @@ def _make_trainer(row: TrlTask, job: Job, folder: str):
             extras["reward_funcs"] = unscored
             stack.enter_context(without_engine(lambda: make_model(settings), mode))
         return trl_class(row.trainer)(
-            model=model, args=args, train_dataset=_rows(row, job), processing_class=_tokenizer(), **extras
+            model=model,
+            args=args,
+            train_dataset=_rows(row, job, args.per_device_train_batch_size),
+            eval_dataset=_rows(row, job, args.per_device_eval_batch_size) if evaluates(job.fields) else None,
+            processing_class=_tokenizer(),
+            **extras,
         )
 
 
@@ -209,13 +218,13 @@ _NOT_OF_TRAINER = {
 }
 
 
-def _rows(row: TrlTask, job: Job):
-    """Twice as many rows as a micro-batch has, for KTO of both kinds."""
+def _rows(row: TrlTask, job: Job, samples: int):
+    """Twice as many rows as a batch has samples, for KTO of both kinds."""
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
     length = job.seq_len - _completion(row, job) if row.generates else job.seq_len
-    rows = [row.row(length) for _ in range(2 * job.fields["per_device_train_batch_size"])]
+    rows = [row.row(length) for _ in range(2 * samples)]
     if job.fields.get("packing"):  # several texts a sample
         lengths = (job.seq_len - job.seq_len // 3, job.seq_len // 3)
         rows = [row.row(length) for _ in rows for length in lengths]

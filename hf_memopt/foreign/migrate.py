@@ -16,6 +16,7 @@ from hf_memopt.stack.vocabulary import written
 RECIPES = {None: "sft", "causal-lm": "sft", "sft": "sft", "dpo": "dpo", "grpo": "grpo"}
 # Engines are started by accelerate.
 _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
+_EVALUATION = ("eval_strategy", "do_eval")  # a recipe's own, on rows that it holds out
 _RENAMED = {"cpu_offload": "offload_params"}  # keys of fsdp_config -> the launcher's
 
 
@@ -46,7 +47,7 @@ def recipe_arguments(spec: JobSpec, translation: Translation) -> dict[str, Any]:
         "attn_implementation": spec.attn_implementation,
         "packing": True if spec.packed and RECIPES[spec.task] == "sft" else None,
     }
-    values = {**own, **translation.run, **{k: v for k, v in spec.training.items() if k not in _ENGINES}}
+    values = {**own, **translation.run, **{k: v for k, v in spec.training.items() if k not in (*_ENGINES, *_EVALUATION)}}
     values |= {name: getattr(spec.memory_args, name) for name in sorted(spec.named)}
     values |= {"lora": dict(spec.lora), "quantization": dict(spec.quantization)}
     return written({name: value for name, value in values.items() if value not in (None, {})})
