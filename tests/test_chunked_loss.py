@@ -7,11 +7,23 @@ import torch
 from conftest import slow
 from faults import Strikes
 from small_runs import collate, llama, train, with_lora
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+from video_models import FAMILIES
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.chunked_loss import chunk_loss
+from hf_memopt.levers.language_model import uses_loss_function
 
 SMALL = {
     "vocab_size": 200,
@@ -30,6 +42,7 @@ MODELS = {
     "divided": ("granite", {"logits_scaling": 4.0}),
     "multiplied": ("cohere", {"logit_scale": 0.5}),
     "bias": ("phi", {}),
+    **{name: (name, {}) for name in FAMILIES},  # of texts beside pictures
 }
 
 
@@ -37,7 +50,11 @@ def pair(name: str, size: int = 7):
     """A model, and its copy with a loss in chunks."""
     family, more = MODELS[name]
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **more)).train()
+    if family in FAMILIES:
+        plain = AutoModelForImageTextToText.from_config(FAMILIES[family]()[0]).train()
+    else:
+        plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **more)).train()
+    assert uses_loss_function(plain) and uses_loss_function(type(plain))
     chunked = copy.deepcopy(plain)
     chunk_loss(chunked, size)
     return plain, chunked
@@ -45,7 +62,7 @@ def pair(name: str, size: int = 7):
 
 def batch():
     torch.manual_seed(1)
-    ids = torch.randint(3, 200, (3, 20))
+    ids = torch.randint(20, 200, (3, 20))  # no special tokens
     labels = ids.clone()
     labels[0, :9] = -100
     labels[2, 3:] = -100
@@ -205,13 +222,16 @@ def test_the_estimator_sees_it(lora, tmp_path):
 
 def test_refused_with_a_reason(tmp_path):
     t5 = AutoConfig.for_model("t5", vocab_size=64, d_model=16, d_ff=32, d_kv=4, num_layers=1, num_heads=4)
-    from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
-
     with pytest.raises(InputError, match="T5ForConditionalGeneration computes its loss itself"):
         chunk_loss(AutoModelForSeq2SeqLM.from_config(t5), 64)
     classifier = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **SMALL))
     with pytest.raises(InputError, match="no head over a vocabulary"):
         chunk_loss(classifier, 64)
+    masked = AutoConfig.for_model("modernbert", **SMALL)  # whose loss_function is of each token itself
+    with pytest.raises(
+        InputError, match="ModernBertForMaskedLM computes its loss itself, or not that of the next token"
+    ):
+        chunk_loss(AutoModelForMaskedLM.from_config(masked), 64)
     with pytest.raises(InputError, match="loss_chunk_size=0 must be above 0"):
         MemoryArguments(loss_chunk_size=0)
     args = TrainingArguments(str(tmp_path), use_cpu=True, use_liger_kernel=True, report_to="none")

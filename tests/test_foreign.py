@@ -10,10 +10,12 @@ import yaml
 
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.training_fields import evaluates
 from hf_memopt.foreign.accelerate import launch_file
 from hf_memopt.foreign.key_table import EFFECTS, list_tables
 from hf_memopt.foreign.launchers import LAUNCHERS
 from hf_memopt.foreign.source import read_source
+from hf_memopt.foreign.translate import translate
 from hf_memopt.foreign.values import VIA
 
 FOLDER = Path(__file__).parent / "foreign_configs"
@@ -72,6 +74,65 @@ def test_a_shadowed_row_is_never_written():
             assert row.key not in ended, (table.name, row.key)
             if row.values is None and row.only is None and not row.when:
                 ended.add(row.key)
+
+
+EVALUATIONS = {  # a tool's smallest file, what has it evaluate, its batch then, and what has it not
+    "llama_factory": (
+        {
+            "model_name_or_path": "m",
+            "do_train": True,
+            "stage": "sft",
+            "finetuning_type": "lora",
+            "template": "llama3",
+            "cutoff_len": 64,
+        },
+        [{"eval_strategy": "steps", "val_size": 0.1}, {"do_eval": True, "val_size": 0.1}],
+        ("per_device_eval_batch_size", None),
+        [{"eval_strategy": "no"}, {"val_size": 0.1}, {"eval_steps": 5}, {"do_eval": False}],
+    ),
+    "axolotl": (
+        {"base_model": "m", "sequence_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1},
+        [
+            {"val_set_size": 0.1, "evals_per_epoch": 2},
+            {"val_set_size": 0.1, "eval_steps": 20},
+            {"test_datasets": [{"path": "rows.jsonl"}], "eval_strategy": "epoch"},
+        ],
+        ("eval_batch_size", 2),
+        [{"val_set_size": 0.1}, {"val_set_size": 0, "eval_steps": 3}, {"val_set_size": 0.1, "eval_strategy": "no"}],
+    ),
+    "ms_swift": (
+        {"model": "m", "tuner_type": "lora", "max_length": 64},
+        [{"split_dataset_ratio": 0.1}, {"val_dataset": ["v.jsonl"], "eval_strategy": "epoch", "save_strategy": "no"}],
+        ("per_device_eval_batch_size", 1),
+        [{"split_dataset_ratio": 0}, {"split_dataset_ratio": 0.1, "eval_strategy": "no"}, {"eval_strategy": "steps"}],
+    ),
+    "trl": (
+        {"model_name_or_path": "m", "trainer": "sft", "max_length": 64},
+        [{"eval_strategy": "steps"}, {"eval_strategy": "epoch", "do_eval": True}],
+        ("per_device_eval_batch_size", None),
+        [{"eval_strategy": "no"}, {"eval_steps": 5}],
+    ),
+}
+
+
+@pytest.mark.parametrize("tool", EVALUATIONS)
+def test_what_evaluates_is_a_job_that_does(tool, tmp_path, subtests):
+    settings, evaluating, (key, default), without = EVALUATIONS[tool]
+    table = list_tables()[tool]
+
+    def fields(more):
+        translation = translate(table, settings | more, tmp_path)
+        assert not translation.unknown and not translation.refused
+        return translation.spec().training
+
+    for more in evaluating:
+        with subtests.test(more=str(more)):
+            assert evaluates(fields(more))
+            assert fields(more).get("per_device_eval_batch_size") == default
+            assert fields(more | {key: 24})["per_device_eval_batch_size"] == 24
+    for more in without:
+        with subtests.test(more=str(more)):
+            assert not evaluates(fields(more))
 
 
 def _axolotl(tmp_path, **changes):

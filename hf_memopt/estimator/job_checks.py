@@ -10,6 +10,7 @@ from hf_memopt.estimator.tracing.untraced_optimizers import check_traceable
 from hf_memopt.hardware.attention_kernels import flash_attention
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.facts import Facts
+from hf_memopt.levers.language_model import predicts_next_token
 from hf_memopt.levers.refusals import WHOLE_SAMPLES
 
 
@@ -73,7 +74,7 @@ def facts_of(job) -> Facts:
         training=fields,
         memory_args=job.memory_args or MemoryArguments(),
         discrete_memory=job.device.discrete_memory,
-        task=job.task,
+        next_token=predicts_next_token(job.task, job.config),
         seq_len=job.seq_len,
         halved_frames=None if job.video is None else fewer.frames if fewer else 0,
         keeps_eval_logits=job.kept_batches > 1,

@@ -13,11 +13,11 @@ from hf_memopt.errors import InputError, as_input_error, brief
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.fake_pretrained import fake_models
 from hf_memopt.estimator.job import Job, describe
+from hf_memopt.estimator.largest_batch import largest_eval_batch
 from hf_memopt.estimator.patches.trl_trainers import WHOLE_LOGITS, whole_logits, without_engine, without_precomputing
 from hf_memopt.estimator.tracing.model import ModelSettings, adapters_for, make_model
 from hf_memopt.estimator.tracing.process_state import process_state_kept, quiet
 from hf_memopt.estimator.tracing.trace import TracedJob
-from hf_memopt.estimator.largest_batch import largest_eval_batch
 from hf_memopt.estimator.trainer_job import TrainerJob, check_held, describe_trainer
 from hf_memopt.estimator.training_fields import evaluates
 from hf_memopt.estimator.trl_tasks import END, TRL_TASKS, WORD, TrlTask, unscored

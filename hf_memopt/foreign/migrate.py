@@ -47,7 +47,11 @@ def recipe_arguments(spec: JobSpec, translation: Translation) -> dict[str, Any]:
         "attn_implementation": spec.attn_implementation,
         "packing": True if spec.packed and RECIPES[spec.task] == "sft" else None,
     }
-    values = {**own, **translation.run, **{k: v for k, v in spec.training.items() if k not in (*_ENGINES, *_EVALUATION)}}
+    values = {
+        **own,
+        **translation.run,
+        **{k: v for k, v in spec.training.items() if k not in (*_ENGINES, *_EVALUATION)},
+    }
     values |= {name: getattr(spec.memory_args, name) for name in sorted(spec.named)}
     values |= {"lora": dict(spec.lora), "quantization": dict(spec.quantization)}
     return written({name: value for name, value in values.items() if value not in (None, {})})

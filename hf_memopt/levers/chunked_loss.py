@@ -167,7 +167,10 @@ def chunk_loss(model, size: int, label_smoothing: float = 0.0) -> None:
         what = "no head over a vocabulary" if head is None else f"a head of kind {type(head).__name__}"
         raise InputError(f"loss_chunk_size={size} needs a plain linear head: {type(inner).__name__} has {what}")
     if not uses_loss_function(inner):
-        raise InputError(f"loss_chunk_size={size}: {type(inner).__name__} computes its loss itself; leave it out")
+        raise InputError(
+            f"loss_chunk_size={size}: {type(inner).__name__} computes its loss itself, or not that of the next token; "
+            "leave it out"
+        )
     plain = inner.loss_function
 
     def promise(hidden, compute=None):

@@ -21,7 +21,7 @@ class Facts:
         training: its TrainingArguments fields; None where unknown.
         memory_args: its MemoryArguments.
         discrete_memory: there is host memory beside the device's.
-        task: as the estimator names it.
+        next_token: its loss is that of the next token, as the model's loss_function computes it.
         seq_len: tokens a sample; None where unknown.
         halved_frames: frames that are left when a video's are halved; None for text.
         keeps_eval_logits: the logits of several evaluation batches stay on the device for compute_metrics.
@@ -31,7 +31,7 @@ class Facts:
     training: Mapping[str, Any] | None = None
     memory_args: MemoryArguments = field(default_factory=MemoryArguments)
     discrete_memory: bool = True
-    task: str = "causal-lm"
+    next_token: bool = True
     seq_len: int | None = None
     halved_frames: int | None = None
     keeps_eval_logits: bool = False

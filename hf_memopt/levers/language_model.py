@@ -15,12 +15,33 @@ def inner_model(model):
 
 
 def uses_loss_function(model) -> bool:
-    """True if forward() of a model or model class calls `self.loss_function`, rather than computing the loss itself.
+    """True if forward() of a model or model class calls `self.loss_function`, rather than computing the loss itself,
+    and that of a model is the next token's.
 
     Read from its source: transformers 5.23 has no attribute that says so.
     """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     kind = model if isinstance(model, type) else type(model)
-    return "self.loss_function(" in inspect.getsource(inspect.unwrap(kind.forward))
+    calls = "self.loss_function(" in inspect.getsource(inspect.unwrap(kind.forward))
+    return calls and (kind is model or model.loss_function is ForCausalLMLoss)
+
+
+# Tasks whose models predict the next token -> the class of transformers that makes them.
+_NEXT_TOKEN = {
+    "causal-lm": "AutoModelForCausalLM",
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "multimodal-lm": "AutoModelForMultimodalLM",
+}
+
+
+def predicts_next_token(task: str, config) -> bool:
+    """True if the loss of a task's model is its loss_function of the next token; of a checkpoint's own code, too."""
+    import transformers
+
+    auto = getattr(transformers, _NEXT_TOKEN.get(task, ""), None)
+    kind = auto._model_mapping.get(type(config), None) if auto else None
+    return auto is not None and (kind is None or uses_loss_function(kind))
 
 
 def shifted_labels(labels, shifted=None, ignore_index: int = IGNORED) -> torch.Tensor:

@@ -136,6 +136,6 @@ def _usual_changes(trainer: "MemoryTrainer") -> list[str]:
         setup=setup,
         memory_args=trainer.memory_args,
         discrete_memory=Facts.on_device(setup.device).discrete_memory,
-        task="causal-lm" if trl_trainer(trainer) is None else "the trainer's own",  # TRL's head has chunks already
+        next_token=trl_trainer(trainer) is None,  # TRL's head has chunks already
     )
     return changes.advice(job, changes.USUAL)

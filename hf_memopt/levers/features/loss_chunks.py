@@ -9,7 +9,7 @@ from hf_memopt.levers.knob import Knob
 
 
 def _chunk_loss(job) -> dict[str, int] | None:
-    if job.memory_args.loss_chunk_size is not None or job.task != "causal-lm":
+    if job.memory_args.loss_chunk_size is not None or not job.next_token:
         return None
     if job.seq_len is None:
         return {"loss_chunk_size": CHUNK}
@@ -23,8 +23,10 @@ LOSS_CHUNKS = Change(
 
 
 def _offered(spec, task: str, engine) -> bool:
+    from hf_memopt.levers.language_model import predicts_next_token
+
     fixed = spec.memory_args.loss_chunk_size or spec.memory_args.logits_to_keep
-    return not fixed and task == "causal-lm" and spec.seq_len > CHUNK // 4
+    return not fixed and spec.seq_len > CHUNK // 4 and predicts_next_token(task, spec.config)
 
 
 def _bytes(kinds, growing, sketch, choice) -> None:
