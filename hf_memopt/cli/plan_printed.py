@@ -69,7 +69,7 @@ def _print_nothing(plan, after: list[str]) -> None:
 def _asked(spec) -> str:
     preset = spec.preset
     devices = f"{preset.processes} × " if preset.processes > 1 else ""
-    length = "videos" if spec.video is not None else f"{spec.seq_len} tokens"
+    length = f"{spec.video.kind}s" if spec.video is not None else f"{spec.seq_len} tokens"
     return f"{spec.model} on {devices}{preset.hardware.label}, {length}"
 
 

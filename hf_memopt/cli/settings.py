@@ -21,6 +21,8 @@ _OWN = {
     "packed": bool,
 }
 _CLIPS = {
+    "images": int,
+    "image_size": str,
     "max_frames": int,
     "frame_size": str,
     "max_pixels_per_frame": int | None,

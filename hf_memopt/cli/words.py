@@ -41,8 +41,9 @@ def check_words(spec: JobSpec, methods: Iterable[str] = METHODS) -> JobSpec:
     # Another tool's fields have been translated; whose fields those of a data set's task are, its rows say.
     if spec.tool is None and (spec.task or not spec.dataset):
         _check_fields(spec)
-    if "frame_size" in spec.clips:
-        parse_frame_size(spec.clips["frame_size"])
+    for name in ("frame_size", "image_size"):
+        if name in spec.clips:
+            parse_frame_size(spec.clips[name], name)
     if not spec.is_named:
         return spec
     model = read_name(spec.model)

@@ -215,9 +215,12 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak], otherwise: int) -> tu
     if video is not None and video.sample is None and video.packed is None:
         lines.append(describe_sample(job))
         if not video.settings:
-            lines.append("the model's processor could not be asked: frames are scaled as its family does by default")
+            lines.append("the model's processor could not be asked: they are scaled as its family does by default")
     elif job.task == "image-text-to-text" and video is None:
-        lines.append("text only: videos come with --set max_frames=N --set frame_size=WIDTHxHEIGHT")
+        lines.append(
+            "text only: images come with --set images=N --set image_size=WIDTHxHEIGHT, videos with max_frames and "
+            "frame_size"
+        )
     lines.extend(_of_attention(job))
     if job.fields.get("torch_compile"):
         lines.append("traced without torch_compile, which usually needs less")

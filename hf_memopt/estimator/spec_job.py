@@ -28,6 +28,7 @@ from hf_memopt.presets import Preset
 from hf_memopt.presets.accelerate_config import FSDP2
 from hf_memopt.presets.training_arguments import resolve
 from hf_memopt.stack.vocabulary import newest
+from hf_memopt.video.image_inputs import image_inputs
 from hf_memopt.video.inputs import frozen_by_settings, video_inputs
 
 logger = logging.getLogger(__name__)
@@ -50,11 +51,12 @@ def read_model(spec: JobSpec) -> JobSpec:
     if spec.tool and config.get_text_config() is config:
         # Other tools keep adapters off the parts of pictures and sound, of which peft misses one here aloud.
         spec = replace(spec, lora={key: value for key, value in spec.lora.items() if key != "exclude_modules"})
-    if (video := video_inputs(spec.model, config, spec.clips)) is None:
+    video = video_inputs(spec.model, config, spec.clips) or image_inputs(spec.model, config, spec.clips, spec.seq_len)
+    if video is None:
         return spec
     memory_args = spec.memory_args
     if "logits_to_keep" not in spec.named:  # logits of answers alone, as in the recipe
-        memory_args = with_few_logits(memory_args, config)
+        memory_args = with_few_logits(memory_args, config, video.answer_tokens)
     return replace(spec, video=video, frozen=frozen_by_settings(spec.clips), memory_args=memory_args)
 
 

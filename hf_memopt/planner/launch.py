@@ -210,7 +210,8 @@ def _length_arguments(spec: JobSpec) -> list[str]:
     if video is None:
         return ["--max_length", str(spec.seq_len)]
     pixels = video.max_pixels_per_frame or "none"  # left out, the recipe would choose
-    argv = ["--max_frames", str(video.frames), "--max_pixels_per_frame", str(pixels)]
+    argv = ["--max_frames", str(video.frames)] if video.kind == "video" else []
+    argv += ["--max_pixels_per_frame", str(pixels)]
     for part in ("vision", "projector"):
         argv += [f"--freeze_{part}", as_word(part in spec.frozen)]
     return argv

@@ -191,7 +191,7 @@ def smart_resize(
     return high, wide
 
 
-def parse_frame_size(text: str) -> tuple[int, int]:
+def parse_frame_size(text: str, name: str = "frame_size") -> tuple[int, int]:
     """Width and height of "640x360".
 
     Raises:
@@ -199,5 +199,5 @@ def parse_frame_size(text: str) -> tuple[int, int]:
     """
     parts = str(text).lower().replace("×", "x").split("x")
     if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise InputError(f"frame_size={text}: write width and height in pixels, as 640x360")
+        raise InputError(f"{name}={text}: write width and height in pixels, as 640x360")
     return int(parts[0]), int(parts[1])

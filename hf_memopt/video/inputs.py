@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from hf_memopt.video.processor import TorchVideoProcessor, lower_shortest_edge, 
 
 _TEXT_ID = 0  # stands for any token of the text
 _VIDEO_TYPE = 2  # of mm_token_type_ids: transformers' ProcessorMixin.create_mm_token_type_ids
+_TYPED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # models that ask for them
 # Elements: floating-point tensors below this are no pixels, and models compute with their values (second_per_grid_ts).
 _MAX_VALUE_ELEMENTS = 4096
 
@@ -56,6 +57,7 @@ class VideoInputs:
     prompt_tokens: int = 64
     answer_tokens: int = 64
     settings: Settings = field(default_factory=dict)
+    kind: ClassVar[str] = "video"
     sample: dict[str, torch.Tensor] | None = None
     packed: dict[str, torch.Tensor] | None = None
 
@@ -75,22 +77,27 @@ class VideoInputs:
 
     def _make_sample(self, config) -> dict[str, torch.Tensor]:
         tensors, steps, step_tokens, closing_tokens = self.clip(config)
-        video_id = getattr(config, "video_token_id", None)
-        if video_id is None or config.model_type == "smolvlm":  # whose frames are images to the model
-            video_id = config.image_token_id
-        step = [_TEXT_ID] * FAMILIES[config.model_type].text_tokens + [video_id] * step_tokens
+        media_id, media_type, text_tokens = self.place(config)
+        step = [_TEXT_ID] * text_tokens + [media_id] * step_tokens
         ids = torch.tensor(
             [_TEXT_ID] * self.prompt_tokens
             + step * steps
-            + [video_id] * closing_tokens
+            + [media_id] * closing_tokens
             + [_TEXT_ID] * self.answer_tokens
         )
         labels = torch.full_like(ids, IGNORED)
         labels[-self.answer_tokens :] = 1
         sample = {"input_ids": ids, "labels": labels, **tensors}
-        if config.model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
-            sample["mm_token_type_ids"] = (ids == video_id).long() * _VIDEO_TYPE
+        if config.model_type in _TYPED:
+            sample["mm_token_type_ids"] = (ids == media_id).long() * media_type
         return sample
+
+    def place(self, config) -> tuple[int, int, int]:
+        """The token id that stands for a part of a clip, its mm_token_type_ids, and text tokens beside each step."""
+        video_id = getattr(config, "video_token_id", None)
+        if video_id is None or config.model_type == "smolvlm":  # whose frames are images to the model
+            video_id = config.image_token_id
+        return video_id, _VIDEO_TYPE, FAMILIES[config.model_type].text_tokens
 
     def clip(self, config) -> ClipShape:
         """The tensors and tokens of a clip.
@@ -119,7 +126,7 @@ class VideoInputs:
     def seq_len(self, config) -> int:
         """Tokens of a sample: text, clip, and what the processor writes beside each step."""
         _, steps, step_tokens, closing_tokens = self.clip(config)
-        step_tokens += FAMILIES[config.model_type].text_tokens
+        step_tokens += self.place(config)[-1]
         return self.prompt_tokens + self.answer_tokens + step_tokens * steps + closing_tokens
 
     def halved(self) -> "VideoInputs | None":
@@ -180,9 +187,7 @@ def video_inputs(model, config, settings: dict[str, Any]) -> VideoInputs | None:
         "max_frames": settings.get("max_frames", VideoInputs.frames),
         "answer_tokens": settings.get("answer_tokens", VideoInputs.answer_tokens),
     }
-    for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{name}={value} must be an integer of at least 1: memory depends on it")
+    at_least_one(counts)
     width, height = parse_frame_size(settings.get("frame_size", f"{VideoInputs.width}x{VideoInputs.height}"))
     video = VideoInputs(
         frames=counts["max_frames"],
@@ -194,6 +199,17 @@ def video_inputs(model, config, settings: dict[str, Any]) -> VideoInputs | None:
     )
     video.clip(config)  # refuses models that take no videos
     return video
+
+
+def at_least_one(counts: dict[str, Any]) -> None:
+    """Refuse counts that are no positive integers.
+
+    Raises:
+        InputError: names the first.
+    """
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{name}={value} must be an integer of at least 1: memory depends on it")
 
 
 def frozen_by_settings(settings: dict[str, Any]) -> tuple[str, ...]:

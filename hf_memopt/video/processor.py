@@ -116,9 +116,14 @@ def _chat_template(name: str, tokenizer) -> str | None:
     return (_read_json(name, "chat_template.json") or {}).get("chat_template") or tokenizer.chat_template
 
 
+def checkpoint_file(name: str, filename: str) -> str | None:
+    """The path of a checkpoint's file, in a folder or on the hub; None where it has none."""
+    return cached_file(name, filename, _raise_exceptions_for_missing_entries=False)
+
+
 def _read_json(name: str, filename: str) -> dict | None:
     """A JSON file of a checkpoint, in a folder or on the hub; None where it has none."""
-    path = cached_file(name, filename, _raise_exceptions_for_missing_entries=False)
+    path = checkpoint_file(name, filename)
     return json.loads(Path(path).read_text(encoding="utf-8")) if path else None
 
 

@@ -8,6 +8,7 @@ from hf_memopt.estimator.accounting.engine_tensors import follow_engine, tensors
 from hf_memopt.estimator.accounting.ledger import HOST, ROLLOUT_PHASES, STACK, Ledger
 from hf_memopt.estimator.tracing.extrapolate import read_config
 from hf_memopt.estimator.tracing.fake_quantization import loaded_tensors
+from hf_memopt.levers.language_model import inner_model
 
 # Phases whose forward passes are not a training step's.
 WITHOUT_STEP = ("eval", *ROLLOUT_PHASES)
@@ -105,9 +106,14 @@ def repeated_layers(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     # Experts are lists within layers: of nested lists the outermost counts.
     inner = {id(part) for layers in lists for layer in layers for part in layer.modules() if part is not layer}
     outer = [layers for layers in lists if layers and not any(id(layer) in inner for layer in layers)]
-    # A vision tower may have more layers than the text model, whose number the configuration says.
-    depth = getattr(read_config(model).get_text_config(), "num_hidden_layers", None)
+    # A vision tower may have more layers than the text model, whose number the configuration says; with few layers it,
+    # or what lies between (Qwen3-VL's three mergers), may have as many.
+    config = read_config(model)
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
     text = [layers for layers in outer if len(layers) == depth] or outer
+    if config.get_text_config() is not config and not config.is_encoder_decoder:
+        decoder = {id(module) for module in inner_model(model).get_decoder().modules()}
+        text = [layers for layers in text if id(layers[0]) in decoder] or text
     longest = max(map(len, text), default=0)
     return [layers for layers in text if len(layers) == longest]
 

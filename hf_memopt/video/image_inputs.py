@@ -1,0 +1,193 @@
+"""The batch of a job of images for estimates: what transformers' image processor makes of pictures of one size."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from hf_memopt.errors import InputError
+from hf_memopt.video.frame_limits import capped_size, parse_frame_size
+from hf_memopt.video.inputs import ClipShape, VideoInputs, at_least_one
+from hf_memopt.video.processor import checkpoint_file, published_settings
+
+_IMAGE_TYPE = 1  # of mm_token_type_ids: transformers' ProcessorMixin.create_mm_token_type_ids
+
+
+@dataclass(frozen=True)
+class ImageInputs(VideoInputs):
+    """Pictures of one size in each sample, with a question and an answer.
+
+    Attributes:
+        frames: pictures of a sample.
+        height, width: of a picture in the file, pixels.
+        max_pixels_per_frame: height × width of a picture after scaling.
+        settings: the checkpoint's image processor settings; empty where they are not known.
+    """
+
+    frames: int = 1
+    kind: ClassVar[str] = "image"
+
+    def clip(self, config) -> ClipShape:
+        processor, known = _image_processor(config, self.settings)
+        multiple = known.get("patch_size", 1) * known.get("merge_size", 1)
+        height, width = capped_size(self.height, self.width, self.max_pixels_per_frame, multiple)
+        from PIL import Image
+
+        with _sentence(config):
+            tensors = dict(processor(images=[Image.new("RGB", (width, height))], return_tensors="pt"))
+        step_tokens = _tokens(config, known, tensors)
+        tensors = {name: tensors[name] for name in _INPUTS if name in tensors}
+        join = torch.cat if config.model_type != "smolvlm" else _in_one_row
+        joined = {name: join([value] * self.frames) for name, value in tensors.items()}
+        pixels = {name: value.to("meta") for name, value in joined.items() if name.startswith("pixel_values")}
+        return ClipShape(joined | pixels, self.frames, step_tokens, 0)
+
+    def place(self, config) -> tuple[int, int, int]:
+        token = getattr(config, "image_token_id", None)
+        return (config.image_token_index if token is None else token), _IMAGE_TYPE, 2  # its start and its end
+
+    def halved(self) -> None:
+        """Fewer pictures would be other samples."""
+
+    def summary(self, config) -> str:
+        tensors, images, tokens, _ = self.clip(config)
+        seen = tensors["pixel_values"].shape
+        seen = f"{seen[0]:,} patches" if len(seen) == 2 else f"{seen[-2]} × {seen[-1]} pixels each"
+        several = f"{images} images" if images > 1 else "an image"
+        return f"{several} of {self.width} × {self.height} → {seen} → {images * tokens:,} tokens"
+
+
+def image_inputs(model, config, settings: dict[str, Any], seq_len: int | None) -> ImageInputs | None:
+    """ImageInputs from `--set`'s `images`, `image_size`, `max_pixels_per_frame` and `answer_tokens`.
+
+    Args:
+        model: a folder or hub id whose processor settings are read, or a bundled architecture's name.
+        seq_len: tokens of a sample with its pictures, the rest of which are text; None for a short
+            question and answer.
+
+    Returns:
+        None where neither `images` nor `image_size` is set.
+
+    Raises:
+        InputError: an invalid value, or a model that takes no images.
+    """
+    if not settings.keys() & {"images", "image_size"}:
+        return None
+    if videos := settings.keys() & {"max_frames", "frame_size"}:
+        raise InputError(
+            f"{min(videos)} beside images: an estimate is of one of the two, ask about the larger samples"
+        )
+    counts = {"images": settings.get("images", 1), "answer_tokens": settings.get("answer_tokens", 64)}
+    at_least_one(counts)
+    width, height = parse_frame_size(settings.get("image_size", "1280x720"), "image_size")
+    found = ImageInputs(
+        frames=counts["images"],
+        height=height,
+        width=width,
+        max_pixels_per_frame=settings.get("max_pixels_per_frame"),
+        answer_tokens=counts["answer_tokens"],
+        settings=read_image_settings(str(model)),
+    )
+    tokens = found.seq_len(config)  # refuses models that take no images
+    if seq_len is None:
+        return found
+    if (text := seq_len - (tokens - found.prompt_tokens - found.answer_tokens)) < 2:
+        raise InputError(
+            f"seq_len={seq_len} leaves no room for text beside the images' {seq_len - text} tokens: set a longer one, "
+            "smaller images, or max_pixels_per_frame"
+        )
+    asked = min(found.prompt_tokens, text // 2)
+    answer = counts["answer_tokens"] if "answer_tokens" in settings else text - asked
+    answer = min(answer, text - 1)
+    return ImageInputs(**vars(found) | {"prompt_tokens": text - answer, "answer_tokens": answer})
+
+
+def read_image_settings(name: str) -> dict[str, Any]:
+    """A checkpoint's image processor settings, from a folder, or what is bundled of a published one."""
+    if Path(name).is_dir():
+        for file, key in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
+            if path := checkpoint_file(name, file):
+                content = json.loads(Path(path).read_text(encoding="utf-8"))
+                if found := content.get(key) if key else content:
+                    return found
+    published = published_settings(name)
+    return published.get("images") or published
+
+
+def _image_processor(config, settings: dict[str, Any]):
+    """transformers' image processor of a model type, which needs no torchvision, and its settings.
+
+    What a model's own shapes decide is the configuration's: the patches of its tower, or the side of its pictures.
+
+    Raises:
+        InputError: a type without one.
+    """
+    import transformers
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = config.model_type.removesuffix("_moe")
+    kinds = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type) or IMAGE_PROCESSOR_MAPPING_NAMES.get(name)
+    kind = (kinds.get("pil") if isinstance(kinds, dict) else kinds and kinds[0]) or ""
+    if not hasattr(transformers, kind):
+        raise _unknown(config)
+    vision = getattr(config, "vision_config", None)
+    known: dict[str, Any] = {}
+    if hasattr(vision, "spatial_merge_size"):
+        known = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
+        known["temporal_patch_size"] = getattr(vision, "temporal_patch_size", 1)
+    elif hasattr(config, "mm_tokens_per_image"):
+        known = {"size": {"height": vision.image_size, "width": vision.image_size}}
+    whole = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(config.model_type, ""), None)
+    defaults = getattr(getattr(whole, "valid_processor_kwargs", None), "_defaults", {}).get("images_kwargs", {})
+    given = {**defaults, **settings}  # as ProcessorMixin merges them: InternVL's cuts pictures into tiles
+    taken = {key: given[key] for key in _SETTINGS & given.keys()}
+    if "spatial_merge_size" in vars(vision or config) and not taken.keys() & {"size", "min_pixels", "max_pixels"}:
+        taken["size"] = _PUBLISHED_SIZE
+    with _sentence(config):
+        return getattr(transformers, kind)(**{**taken, **known}), known
+
+
+# Of all of Qwen's checkpoints since Qwen3-VL (preprocessor_config.json), where a job's own are not known.
+_PUBLISHED_SIZE = {"shortest_edge": 65536, "longest_edge": 16777216}
+_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")  # that the models take
+_SETTINGS = {"size", "max_image_size", "min_pixels", "max_pixels", "do_image_splitting", "crop_to_patches"}
+_SETTINGS |= {"min_patches", "max_patches", "max_num_tiles"}
+
+
+def _tokens(config, known: dict[str, Any], tensors: dict[str, Any]) -> int:
+    """The model's tokens of a picture.
+
+    Raises:
+        InputError: a type whose rule is not known.
+    """
+    if "image_grid_thw" in tensors:
+        return math.prod(tensors["image_grid_thw"][0].tolist()) // known["merge_size"] ** 2
+    tiles = math.prod(tensors["pixel_values"].shape[:-3])
+    if tokens := getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None):
+        return tiles * tokens
+    if scale := getattr(config, "scale_factor", None):  # Idefics3, SmolVLM
+        return tiles * (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // scale**2
+    raise _unknown(config)
+
+
+def _in_one_row(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(tensors, dim=1)
+
+
+def _sentence(config):
+    from hf_memopt.errors import as_input_error
+
+    return as_input_error(
+        f"images of {config.model_type}", ImportError, ValueError, TypeError, AttributeError, KeyError
+    )
+
+
+def _unknown(config) -> InputError:
+    return InputError(
+        f"images: what a picture is to models of type {config.model_type!r} is not known here; `hf-memopt dry-run` "
+        "predicts your own script"
+    )

@@ -1,0 +1,141 @@
+"""Jobs of images: what a picture is to a model, what its job takes, on the command line and in a real run."""
+
+import gc
+import json
+
+import pytest
+import torch
+import video_models
+from conftest import slow
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments
+
+from hf_memopt import InputError, MemoryArguments, estimate
+from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+from hf_memopt.estimator.api import run_trace
+from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.spec_job import preset_spec, read_model, spec_job
+from hf_memopt.job.spec import JobSpec
+from hf_memopt.presets import get_preset
+from hf_memopt.video.image_inputs import image_inputs
+from hf_memopt.video.inputs import value_tensors
+from hf_memopt.video.processor import load_processor
+
+FIELDS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+SIZES = [(640, 480), (96, 224), (1280, 720)]
+KNOWN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "internvl")
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_picture_is_what_the_processor_makes_of_it(name, tmp_path, subtests):
+    folder = video_models.make(name, tmp_path, weights=False)
+    config = AutoConfig.from_pretrained(folder)
+    processor = load_processor(str(folder), config)
+    for width, height in SIZES:
+        with subtests.test(size=(width, height)):
+            images = image_inputs(str(folder), config, {"images": 2, "image_size": f"{width}x{height}"}, None)
+            pictures = [Image.new("RGB", (width, height))] * 2
+            text = (processor.image_token + " ") * 2
+            made = processor(text=[text], images=pictures, return_tensors="pt")
+            batch = images.batch(config, 1)
+            token, *_ = images.place(config)
+            assert (batch["input_ids"] == token).sum() == (made["input_ids"] == token).sum() > 0
+            assert batch["pixel_values"].shape == made["pixel_values"].shape
+            if "image_grid_thw" in made:
+                assert torch.equal(batch["image_grid_thw"], made["image_grid_thw"])
+
+
+def test_bundled_models_see_pictures_as_their_checkpoints_do(subtests):
+    """Worked out by hand from the published processors: patches of 14 or 16 pixels merged by two, in whole multiples
+    near the picture's own size; Gemma's 256 tokens of any picture; SmolVLM's tiles of 64 tokens."""
+    expected = {
+        ("qwen2.5-vl-3b", "1280x720"): (26 * 2 * 46 * 2, 26 * 46),
+        ("qwen3-vl-8b", "1280x720"): (44 * 80, 22 * 40),
+        ("qwen3.5-27b", "100x100"): (16 * 16, 64),  # scaled up to 65,536 pixels
+        ("gemma-3-4b", "1280x720"): (1, 256),
+    }
+    for (model, size), (patches, tokens) in expected.items():
+        with subtests.test(model=model):
+            config = load_config(model)
+            images = image_inputs(model, config, {"image_size": size}, None)
+            tensors, count, step_tokens, _ = images.clip(config)
+            assert (tensors["pixel_values"].shape[0], count, step_tokens) == (patches, 1, tokens)
+
+
+def test_a_sample_has_the_length_that_was_asked_for():
+    config = load_config("qwen3-vl-8b")
+    images = image_inputs("qwen3-vl-8b", config, {"images": 2, "image_size": "640x480"}, 2048)
+    assert images.seq_len(config) == 2048 and images.prompt_tokens == 64
+    assert images.batch(config, 1)["labels"].ne(-100).sum() == images.answer_tokens
+    assert (
+        image_inputs("qwen3-vl-8b", config, {"image_size": "640x480", "answer_tokens": 10}, 2048).answer_tokens == 10
+    )
+
+
+def test_what_is_no_picture_is_refused():
+    config = load_config("qwen3-vl-8b")
+    for settings, seq_len, message in [
+        ({"images": 0}, None, "images=0 must be an integer of at least 1"),
+        ({"images": 1, "image_size": "big"}, None, "image_size=big: write width and height"),
+        ({"images": 1, "max_frames": 4}, None, "max_frames beside images"),
+        ({"images": 4, "image_size": "4000x4000"}, 2048, "seq_len=2048 leaves no room for text"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            image_inputs("qwen3-vl-8b", config, settings, seq_len)
+    with pytest.raises(InputError, match="what a picture is to models of type 'qwen3' is not known"):
+        image_inputs("qwen3-8b", load_config("qwen3-8b"), {"images": 1}, None)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", slow("qwen2_5_vl"), slow("smolvlm"), slow("internvl")])
+@pytest.mark.parametrize("settings", [{"images": 2}, {"images": 1, "answer_tokens": 300}], ids=["two", "long answer"])
+def test_predicted_as_measured(name, settings, tmp_path):
+    folder = video_models.make(name, tmp_path / "model")
+    config = AutoConfig.from_pretrained(folder)
+    images = image_inputs(str(folder), config, {"image_size": "320x240", **settings}, None)
+    batch = images.batch(config, FIELDS["per_device_train_batch_size"])
+    real = {name: torch.rand(value.shape) if value.device.type == "meta" else value for name, value in batch.items()}
+    predicted = estimate(config, FIELDS, 0, "cpu", video=images, task="image-text-to-text").peak_allocated_bytes
+
+    def collate(rows):  # a batch of its own, as every collator makes
+        return {name: value.clone() for name, value in real.items()}
+
+    def run():
+        args = TrainingArguments(
+            str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, **FIELDS
+        )
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        Trainer(model=model, args=args, train_dataset=[0] * 8, data_collator=collate).train()
+
+    gc.collect()
+    assert predicted == pytest.approx(allocator_peak(run), rel=0.01)
+
+
+@pytest.mark.parametrize("clips", [{"images": 1}, {"max_frames": 8}], ids=["images", "videos"])
+def test_every_depth_has_the_same_segments(clips):
+    """Qwen3-VL has three mergers between its tower and its text layers, which are no layers of a model of three."""
+    spec = read_model(preset_spec(get_preset("h100_80gb", "lora"), "qwen3-vl-2b", MemoryArguments(), clips=clips))
+    job = spec_job(spec)
+    depths = job.depths()
+    assert len(depths) == 2 and 3 in depths
+    names = [{moment.segment for moment in run_trace(job.at_depth(depth)).moments} for depth in depths]
+    assert names[0] == names[1]
+
+
+def test_the_command_line_takes_images(command, tmp_path):
+    folder = video_models.make("qwen3_vl", tmp_path, weights=False)
+    words = ("--hardware", "rtx_4090", "--method", "lora", "--set", "images=2", "--set", "image_size=640x480")
+    code, output, _ = command("estimate", str(folder), *words, "--json")
+    found = json.loads(output)
+    assert code == 0 and any("2 images of 640 × 480" in note for note in found["notes"])
+    code, output, _ = command("plan", str(folder), *words)
+    assert code == 0 and "video_sft.py" in output and "--max_frames" not in output
+    code, _, errors = command("estimate", str(folder), *words[:4], "--set", "image_size=640")
+    assert code == 2 and "image_size=640: write width and height" in errors
+
+
+def test_answers_that_are_long_have_their_loss_in_chunks():
+    spec = JobSpec(model="qwen3-vl-2b", clips={"images": 1}, seq_len=8192, memory_args=MemoryArguments())
+    assert read_model(spec).memory_args.loss_chunk_size == 1024 and not read_model(spec).memory_args.logits_to_keep
+    spec = JobSpec(model="qwen3-vl-2b", clips={"images": 1}, memory_args=MemoryArguments())
+    assert read_model(spec).memory_args.logits_to_keep
+    assert value_tensors(read_model(spec).video.batch(read_model(spec).config, 1)).keys() >= {"input_ids", "labels"}
