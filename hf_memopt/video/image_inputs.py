@@ -127,7 +127,6 @@ def _image_processor(config, settings: dict[str, Any]):
     """
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     name = config.model_type.removesuffix("_moe")
     kinds = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type) or IMAGE_PROCESSOR_MAPPING_NAMES.get(name)
@@ -141,10 +140,9 @@ def _image_processor(config, settings: dict[str, Any]):
         known["temporal_patch_size"] = getattr(vision, "temporal_patch_size", 1)
     elif hasattr(config, "mm_tokens_per_image"):
         known = {"size": {"height": vision.image_size, "width": vision.image_size}}
-    whole = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(config.model_type, ""), None)
-    defaults = getattr(getattr(whole, "valid_processor_kwargs", None), "_defaults", {}).get("images_kwargs", {})
-    given = {**defaults, **settings}  # as ProcessorMixin merges them: InternVL's cuts pictures into tiles
-    taken = {key: given[key] for key in _SETTINGS & given.keys()}
+    taken = {key: settings[key] for key in _SETTINGS & settings.keys()}
+    if config.model_type == "internvl":  # whose processor says so, whatever its image processor's settings say
+        taken["crop_to_patches"] = True
     if "spatial_merge_size" in vars(vision or config) and not taken.keys() & {"size", "min_pixels", "max_pixels"}:
         taken["size"] = _PUBLISHED_SIZE
     with _sentence(config):
