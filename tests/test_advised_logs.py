@@ -158,6 +158,37 @@ def _message(rng: random.Random) -> tuple[str, dict]:
     return text, {"own": own, "others": sum(others), "style": style, "tensors": tensors, "ambiguous": ambiguous}
 
 
+SAVES = (
+    "save_ckpt",
+    "fsdp_save_ckpt",
+    "_save_checkpoint_sync",
+    "save_model_weights",
+    "dump_checkpoint",
+    "save_ema_model",
+)
+SAVES += ("export_hf_model", "save_lora_weights", "consolidate_full_state", "get_model_state_dict", "save_optimizer")
+NO_SAVES = (
+    "save_on_cpu",
+    "pack_hook",
+    "save_for_backward",
+    "load_checkpoint_state",
+    "resave",
+    "saved_tensors_forward",
+)
+
+
+def test_saving_has_many_names(subtests):
+    """In people's own code; and what only sounds like it is the step that it is."""
+    text = (
+        "Traceback (most recent call last):\n{}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.02 GiB."
+    )
+    for name in (*SAVES, *NO_SAVES):
+        frames = [("/w/train.py", "main", "main()"), ("/w/own.py", name, "x = gather(model)")]
+        lines = "".join(f'  File "{path}", line 7, in {inner}\n    {code}\n' for path, inner, code in frames)
+        with subtests.test(name=name):
+            assert (advise_on_text(text.format(lines)).stage == "save") == (name in SAVES)
+
+
 @pytest.mark.slow
 def test_memory_is_ones_own_or_others():
     """Others and own fit the device together, are never summed over ranks, and own is never others'."""

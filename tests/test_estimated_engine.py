@@ -11,6 +11,8 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.job import describe
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
+from hf_memopt.levers.arguments import MemoryArguments
+from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.presets import get_preset, preset_by_name
 from hf_memopt.recipe.summary import _engine_label
 
@@ -177,3 +179,22 @@ def test_fsdp_settings_may_be_a_file_or_texts(tmp_path):
     described = job({"fsdp": True, "fsdp_config": str(file)})
     assert described.engine.family == "fsdp1"
     assert not described.at_depth(2).fields.get("activation_checkpointing")
+
+
+@pytest.mark.parametrize(
+    ("asked", "by_trainer", "by_fsdp"),
+    [
+        ({}, False, True),
+        ({"activation_checkpointing": True}, True, False),
+        ({"activation_checkpointing": False}, False, False),
+    ],
+)
+def test_under_fsdp2_one_of_the_two_checkpoints(asked, by_trainer, by_fsdp):
+    """FSDP as its preset does, unless the user names the Trainer's; both together the Trainer refuses."""
+    preset = resolve_preset("h100_80gb_x8", "full", "fsdp2", None)
+    spec = preset_spec(preset, "qwen3-0.6b", MemoryArguments(), training=asked)
+    job = spec_job(spec)
+    assert (bool(job.fields.get("activation_checkpointing")), job.engine.checkpointing) == (by_trainer, by_fsdp)
+    both = {"activation_checkpointing": True, "fsdp_config": {"activation_checkpointing": True}}
+    with pytest.raises(InputError, match="use one of them: leave activation_checkpointing"):
+        spec_job(preset_spec(preset, "qwen3-0.6b", MemoryArguments(), training=both))

@@ -77,6 +77,7 @@ def test_what_is_no_picture_is_refused():
     for settings, seq_len, message in [
         ({"images": 0}, None, "images=0 must be an integer of at least 1"),
         ({"images": 1, "image_size": "big"}, None, "image_size=big: write width and height"),
+        ({"images": 1, "image_size": "60000x60000"}, None, "at most 10,000 a sample, of at most 134,217,728 pixels"),
         ({"images": 1, "max_frames": 4}, None, "max_frames beside images"),
         ({"images": 4, "image_size": "4000x4000"}, 2048, "seq_len=2048 leaves no room for text"),
     ]:

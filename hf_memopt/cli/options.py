@@ -160,7 +160,8 @@ Settings = Annotated[
         metavar="KEY=VALUE",
         help="A TrainingArguments or MemoryArguments field, dtype, attn_implementation, task, packed, padded, "
         "lora.KEY, quantization.KEY, model.KEY (a field of config.json; estimate and advise), or deepspeed (a "
-        "shipped JSON's name, or a file). For videos: max_frames, frame_size (640x360), max_pixels_per_frame, "
+        "shipped JSON's name, or a file). For images: images, image_size (1280x720). For videos: "
+        "max_frames, frame_size (640x360). For both: max_pixels_per_frame, "
         "answer_tokens, freeze_vision, freeze_projector. Repeat it for several.",
     ),
 ]

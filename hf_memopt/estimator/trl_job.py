@@ -157,7 +157,7 @@ def _around_trainer(row: TrlTask, job: Job, tool: str) -> TrlJob:
         trainer = _make_trainer(row, job, folder)
         check_held(trainer, job.engine)
         described = describe_trainer(trainer, job.device, 1, None)
-        evaluated = largest_eval_batch(trainer) if evaluates(job.fields) else None
+        evaluated = largest_eval_batch(trainer) if _evaluates(row, job) else None
     own = {item.name: getattr(described, item.name) for item in dataclasses.fields(described)}
     own["eval_inputs"] = evaluated
     if row.generates:
@@ -204,10 +204,15 @@ def _make_trainer(row: TrlTask, job: Job, folder: str):
             model=model,
             args=args,
             train_dataset=_rows(row, job, args.per_device_train_batch_size),
-            eval_dataset=_rows(row, job, args.per_device_eval_batch_size) if evaluates(job.fields) else None,
+            eval_dataset=_rows(row, job, args.per_device_eval_batch_size) if _evaluates(row, job) else None,
             processing_class=_tokenizer(),
             **extras,
         )
+
+
+def _evaluates(row: TrlTask, job: Job) -> bool:
+    """True if an evaluation is traced. One that generates is counted as no larger than training's generation."""
+    return evaluates(job.fields) and not row.generates
 
 
 # Fields that make_arguments() changes for a trace, too: engines, and what asks for the device.

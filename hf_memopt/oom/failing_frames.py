@@ -124,6 +124,13 @@ _TABLE = (
         r"|optim\S{0,60} in load_state_dict|(resume|ckpt|checkpoint)\w* ?= ?torch\.load",
     ),
     FrameRow(
+        "save",  # in people's own code, which gathers a state_dict whatever its functions are called
+        r" in (\w{0,40}_)?(save|dump|export|consolidate)_(ckpt|checkpoint|model|state|weight|ema|lora|adapter|optim|"
+        r"hf|final|fsdp|full|sharded)\w{0,40}:| in (get_model_state_dict|get_optimizer_state_dict|"
+        r"full_optim_state_dict|optim_state_dict|_full_pre_state_dict_hook|_common_unshard_pre_state_dict_hook|gather_full_state_dict):"
+        r"|modules/module\.py in state_dict:",
+    ),
+    FrameRow(
         "load",
         r"kbit_training",
         "prepare_model_for_kbit_training casts all weights that are not quantized to fp32, twice their size",

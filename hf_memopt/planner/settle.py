@@ -32,6 +32,7 @@ _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _PLANNED = (
     *_BATCH,
     *("activation_checkpointing", "activation_checkpointing_kwargs", "deepspeed", "fsdp", "fsdp_config"),
+    *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"),
 )
 
 

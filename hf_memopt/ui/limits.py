@@ -29,6 +29,8 @@ SETTINGS = (
     "frame_size",
     "gradient_accumulation_steps",
     "gradient_checkpointing",
+    "image_size",
+    "images",
     "lora.r",
     "loss_chunk_size",
     "max_frames",

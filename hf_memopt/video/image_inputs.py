@@ -3,12 +3,13 @@
 import json
 import math
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from hf_memopt.errors import InputError
+from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.video.frame_limits import capped_size, parse_frame_size
 from hf_memopt.video.inputs import ClipShape, VideoInputs, at_least_one
 from hf_memopt.video.processor import checkpoint_file, published_settings
@@ -31,19 +32,14 @@ class ImageInputs(VideoInputs):
     kind: ClassVar[str] = "image"
 
     def clip(self, config) -> ClipShape:
-        processor, known = _image_processor(config, self.settings)
-        multiple = known.get("patch_size", 1) * known.get("merge_size", 1)
-        height, width = capped_size(self.height, self.width, self.max_pixels_per_frame, multiple)
-        from PIL import Image
-
-        with _sentence(config):
-            tensors = dict(processor(images=[Image.new("RGB", (width, height))], return_tensors="pt"))
-        step_tokens = _tokens(config, known, tensors)
-        tensors = {name: tensors[name] for name in _INPUTS if name in tensors}
-        join = torch.cat if config.model_type != "smolvlm" else _in_one_row
+        kind, settings = _image_processor(config, self.settings)
+        multiple = settings.get("patch_size", 1) * settings.get("merge_size", 1)
+        size = capped_size(self.height, self.width, self.max_pixels_per_frame, multiple)
+        with as_input_error(f"images of {config.model_type}", ImportError, ValueError, TypeError):
+            tensors = _picture(kind, json.dumps(settings), *size)
+        join = torch.cat if config.model_type != "smolvlm" else partial(torch.cat, dim=1)
         joined = {name: join([value] * self.frames) for name, value in tensors.items()}
-        pixels = {name: value.to("meta") for name, value in joined.items() if name.startswith("pixel_values")}
-        return ClipShape(joined | pixels, self.frames, step_tokens, 0)
+        return ClipShape(joined, self.frames, _tokens(config, settings, tensors), 0)
 
     def place(self, config) -> tuple[int, int, int]:
         token = getattr(config, "image_token_id", None)
@@ -83,6 +79,8 @@ def image_inputs(model, config, settings: dict[str, Any], seq_len: int | None) -
     counts = {"images": settings.get("images", 1), "answer_tokens": settings.get("answer_tokens", 64)}
     at_least_one(counts)
     width, height = parse_frame_size(settings.get("image_size", "1280x720"), "image_size")
+    if counts["images"] > _MOST or width * height > _MOST_PIXELS:
+        raise InputError(f"images: at most {_MOST:,} a sample, of at most {_MOST_PIXELS:,} pixels each")
     found = ImageInputs(
         frames=counts["images"],
         height=height,
@@ -117,8 +115,19 @@ def read_image_settings(name: str) -> dict[str, Any]:
     return published.get("images") or published
 
 
-def _image_processor(config, settings: dict[str, Any]):
-    """transformers' image processor of a model type, which needs no torchvision, and its settings.
+@lru_cache(64)
+def _picture(kind: str, settings: str, height: int, width: int) -> dict[str, torch.Tensor]:
+    """What an image processor of transformers makes of one picture; its pixels are on the meta device."""
+    import transformers
+    from PIL import Image
+
+    processor = getattr(transformers, kind)(**json.loads(settings))
+    made = processor(images=[Image.new("RGB", (width, height))], return_tensors="pt")
+    return {name: made[name].to("meta") if name == "pixel_values" else made[name] for name in _INPUTS if name in made}
+
+
+def _image_processor(config, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """transformers' image processor of a model type, one that needs no torchvision, and its settings.
 
     What a model's own shapes decide is the configuration's: the patches of its tower, or the side of its pictures.
 
@@ -128,60 +137,47 @@ def _image_processor(config, settings: dict[str, Any]):
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-    name = config.model_type.removesuffix("_moe")
-    kinds = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type) or IMAGE_PROCESSOR_MAPPING_NAMES.get(name)
-    kind = (kinds.get("pil") if isinstance(kinds, dict) else kinds and kinds[0]) or ""
-    if not hasattr(transformers, kind):
-        raise _unknown(config)
+    kinds = [IMAGE_PROCESSOR_MAPPING_NAMES.get(name) for name in (config.model_type, config.model_type[:-4])]  # _moe
+    found = next(filter(None, kinds), None)
+    kind = (found.get("pil") if isinstance(found, dict) else found and found[0]) or ""
     vision = getattr(config, "vision_config", None)
-    known: dict[str, Any] = {}
-    if hasattr(vision, "spatial_merge_size"):
-        known = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
-        known["temporal_patch_size"] = getattr(vision, "temporal_patch_size", 1)
-    elif hasattr(config, "mm_tokens_per_image"):
-        known = {"size": {"height": vision.image_size, "width": vision.image_size}}
+    if not hasattr(transformers, kind) or vision is None:
+        raise _unknown(config)
     taken = {key: settings[key] for key in _SETTINGS & settings.keys()}
     if config.model_type == "internvl":  # whose processor says so, whatever its image processor's settings say
         taken["crop_to_patches"] = True
-    if "spatial_merge_size" in vars(vision or config) and not taken.keys() & {"size", "min_pixels", "max_pixels"}:
-        taken["size"] = _PUBLISHED_SIZE
-    with _sentence(config):
-        return getattr(transformers, kind)(**{**taken, **known}), known
+    if hasattr(vision, "spatial_merge_size"):
+        if not taken.keys() & {"size", "min_pixels", "max_pixels"}:
+            taken["size"] = _PUBLISHED_SIZE
+        patches = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
+        return kind, {**taken, **patches, "temporal_patch_size": getattr(vision, "temporal_patch_size", 1)}
+    if hasattr(config, "mm_tokens_per_image"):
+        taken["size"] = {"height": vision.image_size, "width": vision.image_size}
+    return kind, taken
 
 
 # Of all of Qwen's checkpoints since Qwen3-VL (preprocessor_config.json), where a job's own are not known.
 _PUBLISHED_SIZE = {"shortest_edge": 65536, "longest_edge": 16777216}
+_MOST, _MOST_PIXELS = 10_000, 2**27  # a picture is made to be asked about; Pillow warns of more pixels than these
 _INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")  # that the models take
 _SETTINGS = {"size", "max_image_size", "min_pixels", "max_pixels", "do_image_splitting", "crop_to_patches"}
 _SETTINGS |= {"min_patches", "max_patches", "max_num_tiles"}
 
 
-def _tokens(config, known: dict[str, Any], tensors: dict[str, Any]) -> int:
+def _tokens(config, settings: dict[str, Any], tensors: dict[str, Any]) -> int:
     """The model's tokens of a picture.
 
     Raises:
         InputError: a type whose rule is not known.
     """
     if "image_grid_thw" in tensors:
-        return math.prod(tensors["image_grid_thw"][0].tolist()) // known["merge_size"] ** 2
+        return math.prod(tensors["image_grid_thw"][0].tolist()) // settings["merge_size"] ** 2
     tiles = math.prod(tensors["pixel_values"].shape[:-3])
     if tokens := getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None):
         return tiles * tokens
     if scale := getattr(config, "scale_factor", None):  # Idefics3, SmolVLM
         return tiles * (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // scale**2
     raise _unknown(config)
-
-
-def _in_one_row(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(tensors, dim=1)
-
-
-def _sentence(config):
-    from hf_memopt.errors import as_input_error
-
-    return as_input_error(
-        f"images of {config.model_type}", ImportError, ValueError, TypeError, AttributeError, KeyError
-    )
 
 
 def _unknown(config) -> InputError:
