@@ -17,7 +17,7 @@ from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.spec_job import preset_spec, read_model, spec_job
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.presets import get_preset
-from hf_memopt.video.image_inputs import image_inputs
+from hf_memopt.video.image_inputs import image_inputs, read_image_settings
 from hf_memopt.video.inputs import value_tensors
 from hf_memopt.video.processor import load_processor
 
@@ -51,6 +51,7 @@ def test_bundled_models_see_pictures_as_their_checkpoints_do(subtests):
     expected = {
         ("qwen2.5-vl-3b", "1280x720"): (26 * 2 * 46 * 2, 26 * 46),
         ("qwen3-vl-8b", "1280x720"): (44 * 80, 22 * 40),
+        ("qwen3-vl-8b", "100x100"): (16 * 16, 64),
         ("qwen3.5-27b", "100x100"): (16 * 16, 64),  # scaled up to 65,536 pixels
         ("gemma-3-4b", "1280x720"): (1, 256),
     }
@@ -85,6 +86,15 @@ def test_what_is_no_picture_is_refused():
             image_inputs("qwen3-vl-8b", config, settings, seq_len)
     with pytest.raises(InputError, match="what a picture is to models of type 'qwen3' is not known"):
         image_inputs("qwen3-8b", load_config("qwen3-8b"), {"images": 1}, None)
+
+
+def test_damaged_settings_are_those_of_the_family(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    assert read_image_settings(str(tmp_path)) == {}
+    (tmp_path / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 4, "longest_edge": 9}}')
+    assert read_image_settings(str(tmp_path))["size"]["longest_edge"] == 9
+    assert read_image_settings("qwen3-vl-8b") == {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}
+    assert read_image_settings("qwen2.5-vl-7b")["max_pixels"] == 12845056
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", slow("qwen2_5_vl"), slow("smolvlm"), slow("internvl")])

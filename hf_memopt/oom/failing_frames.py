@@ -127,7 +127,8 @@ _TABLE = (
         "save",  # in people's own code, which gathers a state_dict whatever its functions are called
         r" in (\w{0,40}_)?(save|dump|export|consolidate)_(ckpt|checkpoint|model|state|weight|ema|lora|adapter|optim|"
         r"hf|final|fsdp|full|sharded)\w{0,40}:| in (get_model_state_dict|get_optimizer_state_dict|"
-        r"full_optim_state_dict|optim_state_dict|_full_pre_state_dict_hook|_common_unshard_pre_state_dict_hook|gather_full_state_dict):"
+        r"full_optim_state_dict|optim_state_dict|_full_pre_state_dict_hook|"
+        r"_common_unshard_pre_state_dict_hook|gather_full_state_dict):"
         r"|modules/module\.py in state_dict:",
     ),
     FrameRow(

@@ -1,5 +1,6 @@
 """The batch of a job of images for estimates: what transformers' image processor makes of pictures of one size."""
 
+import contextlib
 import json
 import math
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.video.frame_limits import capped_size, parse_frame_size
 from hf_memopt.video.inputs import ClipShape, VideoInputs, at_least_one
-from hf_memopt.video.processor import checkpoint_file, published_settings
+from hf_memopt.video.processor import published_settings, read_json
 
 _IMAGE_TYPE = 1  # of mm_token_type_ids: transformers' ProcessorMixin.create_mm_token_type_ids
 
@@ -61,8 +62,8 @@ def image_inputs(model, config, settings: dict[str, Any], seq_len: int | None) -
 
     Args:
         model: a folder or hub id whose processor settings are read, or a bundled architecture's name.
-        seq_len: tokens of a sample with its pictures, the rest of which are text; None for a short
-            question and answer.
+        seq_len: tokens of a sample with its pictures, the rest of which are text; None for a short question and
+            answer.
 
     Returns:
         None where neither `images` nor `image_size` is set.
@@ -106,13 +107,13 @@ def image_inputs(model, config, settings: dict[str, Any], seq_len: int | None) -
 def read_image_settings(name: str) -> dict[str, Any]:
     """A checkpoint's image processor settings, from a folder, or what is bundled of a published one."""
     if Path(name).is_dir():
-        for file, key in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
-            if path := checkpoint_file(name, file):
-                content = json.loads(Path(path).read_text(encoding="utf-8"))
-                if found := content.get(key) if key else content:
-                    return found
+        whole = own = None
+        with contextlib.suppress(OSError, ValueError):
+            whole, own = (read_json(name, file) for file in ("processor_config.json", "preprocessor_config.json"))
+        return (whole or {}).get("image_processor") or own or {}
     published = published_settings(name)
-    return published.get("images") or published
+    of_videos = not published.get("source", "").endswith("/preprocessor_config.json")
+    return {"size": _PUBLISHED_SIZE} if published and of_videos else published
 
 
 @lru_cache(64)

@@ -55,7 +55,7 @@ def _load_without_torchvision(name: str, config, trust_remote_code: bool):
         raise InputError(f"{choose('video model type', model_type, FAMILIES)} For others {_INSTALL}")
     processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
     nested = (*processor_class.get_attributes(), "processor_class", "auto_map", "chat_template")
-    fields = {key: value for key, value in (_read_json(name, _FILES[0]) or {}).items() if key not in nested}
+    fields = {key: value for key, value in (read_json(name, _FILES[0]) or {}).items() if key not in nested}
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     parts = {
         "image_processor": AutoImageProcessor.from_pretrained(
@@ -81,7 +81,7 @@ def read_video_settings(name: str) -> dict[str, Any]:
     processor = video = image = None
     if Path(name).exists() or "/" in str(name):
         with contextlib.suppress(OSError, ValueError):
-            processor, video, image = (_read_json(name, file) for file in _FILES)
+            processor, video, image = (read_json(name, file) for file in _FILES)
     return (processor or {}).get("video_processor") or video or image or published_settings(name)
 
 
@@ -113,17 +113,12 @@ def _chat_template(name: str, tokenizer) -> str | None:
     file = cached_file(name, "chat_template.jinja", _raise_exceptions_for_missing_entries=False)
     if file:
         return Path(file).read_text(encoding="utf-8")
-    return (_read_json(name, "chat_template.json") or {}).get("chat_template") or tokenizer.chat_template
+    return (read_json(name, "chat_template.json") or {}).get("chat_template") or tokenizer.chat_template
 
 
-def checkpoint_file(name: str, filename: str) -> str | None:
-    """The path of a checkpoint's file, in a folder or on the hub; None where it has none."""
-    return cached_file(name, filename, _raise_exceptions_for_missing_entries=False)
-
-
-def _read_json(name: str, filename: str) -> dict | None:
+def read_json(name: str, filename: str) -> dict | None:
     """A JSON file of a checkpoint, in a folder or on the hub; None where it has none."""
-    path = checkpoint_file(name, filename)
+    path = cached_file(name, filename, _raise_exceptions_for_missing_entries=False)
     return json.loads(Path(path).read_text(encoding="utf-8")) if path else None
 
 

@@ -112,8 +112,9 @@ def repeated_layers(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
     text = [layers for layers in outer if len(layers) == depth] or outer
     if config.get_text_config() is not config and not config.is_encoder_decoder:
-        decoder = {id(module) for module in inner_model(model).get_decoder().modules()}
-        text = [layers for layers in text if id(layers[0]) in decoder] or text
+        decoder = getattr(inner_model(model), "get_decoder", lambda: None)()
+        inside = {id(module) for module in decoder.modules()} if isinstance(decoder, torch.nn.Module) else set()
+        text = [layers for layers in text if id(layers[0]) in inside] or text
     longest = max(map(len, text), default=0)
     return [layers for layers in text if len(layers) == longest]
 
