@@ -151,9 +151,9 @@ def main(names: list[str]) -> None:
             print(f"{script.stem}: {name} is not installed")
     scripts = [path for path in SCRIPTS if missing(path) is None and (not names or path.stem in names)]
     done, failures = rows(scripts)
-    print(f"{len(done)} scripts, median |error| {statistics.median(abs(row['error']) for row in done):.4%}")
     if failures:
         raise SystemExit("\n".join(failures))
+    print(f"{len(done)} scripts, median |error| {statistics.median(abs(row['error']) for row in done):.4%}")
     if not names:
         record("estimator_scripts", done)
 

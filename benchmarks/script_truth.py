@@ -38,6 +38,19 @@ def in_torch_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.untyped_storage().resizable() else tensor.clone()
 
 
+class InTorchMemory:
+    """A collator whose batches' tensors torch's allocator gave out; its attributes are the collator's."""
+
+    def __init__(self, collate: Callable) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: list) -> dict:
+        return tree_map_only(torch.Tensor, in_torch_memory, dict(self.collate(rows)))
+
+    def __getattr__(self, name: str):
+        return getattr(self.collate, name)
+
+
 def allocated(trainer, train: Callable[[], None]) -> int:
     """Bytes of a trainer's models, and what the allocator gives out while it trains."""
     held = model_bytes(trainer)
@@ -54,8 +67,7 @@ def measure(script: str, arguments: list[str], peak: Callable = allocated) -> di
 
     def two_steps(trainer, *args, **kwargs):
         trainer.args.max_steps, trainer.args.save_strategy = STEPS, "no"
-        collate = trainer.data_collator
-        trainer.data_collator = lambda rows: tree_map_only(torch.Tensor, in_torch_memory, dict(collate(rows)))
+        trainer.data_collator = InTorchMemory(trainer.data_collator)
         measured["measured_bytes"] = peak(trainer, lambda: train(trainer, *args, **kwargs))
         measured["steps"] = trainer.state.global_step
         raise Trained

@@ -86,9 +86,14 @@ def measured_peak(config, task: str, micro: int) -> int:
     import torch
     import transformers
 
-    from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, with_token_ids
+    from hf_memopt.estimator.tracing.pair_loss import with_pair_loss
+    from hf_memopt.estimator.tracing.tasks import EMBEDDINGS, TASKS, batch_shapes, with_token_ids
 
-    batch = real_batch(batch_shapes(task, config, micro, LENGTH, padded=False), task)
+    pairs = task == EMBEDDINGS
+    batch = real_batch(batch_shapes(task, config, micro, LENGTH, padded=pairs), task)
+    if pairs:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][..., -1] = 0  # of each text: with a mask of ones alone attention has none
     rows = [{name: value[index] for name, value in batch.items()} for index in range(micro)] * 8
     if task == "image-classification":
         rows = [{**row, "labels": int(row["labels"])} for row in rows]
@@ -96,6 +101,7 @@ def measured_peak(config, task: str, micro: int) -> int:
     def make_model():
         torch.manual_seed(0)
         auto = getattr(transformers, TASKS[task].auto_class)
-        return auto.from_config(with_token_ids(config), dtype=torch.float32)
+        model = auto.from_config(with_token_ids(config), dtype=torch.float32)
+        return with_pair_loss(model) if pairs else model
 
     return trained_peak(make_model, {"per_device_train_batch_size": micro, "remove_unused_columns": False}, rows)

@@ -304,13 +304,16 @@ def _trained(form: str, row: dict, streaming: bool = False) -> Callable[[Path], 
 
 def _table(good: dict, row: dict):
     """A good row and another as Arrow's table; the other alone where a column would have two types; None where it has
-    two in itself, which no table can hold."""
+    two in itself or a mapping of nothing, which no file of Parquet can hold."""
     import pyarrow
+    from pyarrow import parquet
 
     names = dict.fromkeys([*good, *row])
     for pair in ([good, row], [row]):
         try:
-            return pyarrow.Table.from_pylist([{name: one.get(name) for name in names} for one in pair])
+            table = pyarrow.Table.from_pylist([{name: one.get(name) for name in names} for one in pair])
+            parquet.write_table(table, pyarrow.BufferOutputStream())
+            return table
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError):
             continue
     return None

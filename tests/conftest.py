@@ -135,8 +135,8 @@ def nothing_frozen():
     freeze_imports()
 
 
-_KEPT = {None: 7, "slow": 2, "pages": 4}  # cases of one test in a run: make test has 3 minutes, make test-long 15
-_SLICES = 20  # of the sweeps, one of which each CI run takes
+_KEPT = {None: 7, "slow": 1, "pages": 3}  # cases of one test in a run: make test has 3 minutes, make test-long 15
+_SLICES = 30  # of the sweeps, one of which each CI run takes
 
 
 @cache

@@ -14,6 +14,7 @@ from tiny_models import LENGTH, measured_peak, tiny_config
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.tracing import extrapolate
+from hf_memopt.estimator.tracing.pair_loss import with_pair_loss
 from hf_memopt.estimator.tracing.tasks import TASKS, find_task, infer_task
 from hf_memopt.estimator.trl_tasks import model_task
 from hf_memopt.job.spec import JobSpec
@@ -51,6 +52,9 @@ def _predicted(config, task: str) -> int:
         slow("causal-lm", "deepseek_v3"),
         slow("masked-lm", "deberta-v2"),
         slow("causal-lm", "jamba"),
+        ("feature-extraction", "bert"),
+        slow("feature-extraction", "qwen3"),
+        slow("feature-extraction", "modernbert"),
     ],
 )
 def test_within_one_percent_of_a_real_step(task, model_type):
@@ -104,6 +108,7 @@ def test_shallow_models_extend_to_the_whole_one(model_type, monkeypatch):
         ("automatic-speech-recognition", "wav2vec2", "ctc"),
         ("AutoModelForTokenClassification", "bert", "token-classification"),
         ("ctc", "hubert", "ctc"),
+        ("sentence-similarity", "bert", "feature-extraction"),
     ],
 )
 def test_a_task_has_the_names_that_hugging_face_gives_it(name, model_type, task):
@@ -127,9 +132,40 @@ def test_without_a_task_the_usual_one_of_the_model_type_counts(model_type, task)
 
 
 @pytest.mark.parametrize(
+    ("model_type", "named", "task"),
+    [
+        ("bert", "BertModel", "feature-extraction"),
+        ("qwen3", "Qwen3ForCausalLM", "causal-lm"),
+        ("vit", "ViTModel", None),
+    ],
+)
+def test_a_checkpoint_of_text_without_a_head_is_of_embeddings(model_type, named, task):
+    config = _config(model_type)
+    config.architectures = [named]
+    assert infer_task(config) == (task or "image-classification")
+
+
+def test_each_text_is_told_from_the_other_pairs():
+    """Two texts that are alike have the least loss beside those that are not; padding does not count."""
+    import torch
+    from transformers import AutoModel
+
+    torch.manual_seed(0)
+    model = with_pair_loss(AutoModel.from_config(_config("bert"))).eval()
+    texts, mask = torch.randint(5, 90, (4, 6)), torch.ones(4, 6, dtype=torch.long)
+    alike, moved = texts.unsqueeze(1).repeat(1, 2, 1), torch.stack([texts, texts.roll(1, 0)], dim=1)
+    losses = [model(pairs, mask.unsqueeze(1).repeat(1, 2, 1))["loss"].item() for pairs in (alike, moved)]
+    assert losses[0] < losses[1] and model(alike)["loss"].item() == pytest.approx(losses[0], abs=1e-5)
+    padded = torch.cat([alike, torch.full((4, 2, 3), 7)], dim=2)
+    ends = torch.cat([mask, torch.zeros(4, 3, dtype=torch.long)], dim=1).unsqueeze(1).repeat(1, 2, 1)
+    assert model(padded, ends)["loss"].item() == pytest.approx(losses[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(
     ("model_type", "task", "reason"),
     [
         ("llama", "ctc", "no AutoModelForCTC of model type 'llama'; its tasks: causal-lm"),
+        ("vit", "feature-extraction", "no AutoModel of model type 'vit'; its tasks: image-classification"),
         ("llama", "wrong", "unknown task 'wrong'"),
         ("pi0", "image-text-to-text", "takes state: a robot's joints"),
         ("musicgen", "causal-lm", "'musicgen' cannot be estimated"),

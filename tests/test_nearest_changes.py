@@ -80,10 +80,10 @@ def test_more_devices_of_which_each_holds_as_much_are_not_tried():
     """A host's 397B experts on 2, 4 and 8 cards were three estimates of a minute each, all of 30.16 GiB."""
     failed = combination(ZERO3, 10 * GIB)
     estimate = SimpleNamespace(device_bytes=22 * GIB, paged_bytes=0)
-    more = replace(failed, levels={"devices": 3})
+    more = replace(failed, levels={"devices": 4})
     assert _falls_short(more, failed, estimate)
     assert not _falls_short(replace(more, sketched=10 * GIB - 1), failed, estimate)
-    assert not _falls_short(replace(more, levels={"devices": 3, "method": 1}), failed, estimate)
+    assert not _falls_short(replace(more, levels=more.levels | {"length": 1}), failed, estimate)
 
 
 def test_a_few_tries_come_to_a_much_smaller_model():

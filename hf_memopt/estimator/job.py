@@ -31,7 +31,7 @@ from hf_memopt.estimator.tracing.model import (
     weight_sizes,
 )
 from hf_memopt.estimator.tracing.shallow_adapters import adapter_at_depth, adapts_layers_alike, check_adapter
-from hf_memopt.estimator.tracing.tasks import TASKS, batch_shapes, find_task, infer_task
+from hf_memopt.estimator.tracing.tasks import EMBEDDINGS, TASKS, batch_shapes, find_task, infer_task
 from hf_memopt.estimator.tracing.trace import TracedJob
 from hf_memopt.estimator.training_fields import (
     check_fsdp,
@@ -371,6 +371,8 @@ def describe(
     engine.check(fields, world_size)
     config = _resolve_model(config, settings, fields, engine, device)
     task = find_task(task, config) if task else infer_task(config)
+    if task == EMBEDDINGS:  # texts of pairs differ in length
+        settings["padded"] = True
     check_length(config, task, seq_len if video is None else video.longest(config))
     job = Job(
         config=config,

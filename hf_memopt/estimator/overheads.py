@@ -10,6 +10,7 @@ from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import describe_liger
 from hf_memopt.estimator.quantized_checkpoints import quantization_notes
 from hf_memopt.estimator.swapping import optimizer_buffers
+from hf_memopt.estimator.tracing.tasks import EMBEDDINGS
 from hf_memopt.estimator.tracing.untraced_optimizers import by_formula
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.attention_kernels import flash_attention
@@ -220,6 +221,11 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak], otherwise: int) -> tu
         lines.append(
             "text only: images come with --set images=N --set image_size=WIDTHxHEIGHT, videos with max_frames and "
             "frame_size"
+        )
+    elif job.task == EMBEDDINGS:
+        lines.append(
+            f"a sample is a pair of texts of {job.seq_len} tokens, told from the other pairs of its micro-batch "
+            "(in-batch negatives); `hf-memopt dry-run` counts a script's own loss, cached ones (GradCache) too"
         )
     lines.extend(_of_attention(job))
     if job.fields.get("torch_compile"):

@@ -44,7 +44,6 @@ _ROUNDS = 3  # of estimates
 _MODELS = 4  # that are tried, the largest first
 _APART = 0.75  # of the weights of the model tried before, at most
 _DOUBT = 2.0  # of small models, what an estimate says of longer samples is off by nearly as much
-_COUNTS = ("length", "devices")  # what is changed by how far alone
 _MOST_CHANGES = 3  # in a combination
 _PROPOSED = 4  # combinations
 # Of a device's memory: a sketch that fits so much less needs no estimate of DeepSpeed. Sketches were low by up to 17 %
@@ -130,18 +129,15 @@ def _estimates(combinations: list[Combination]) -> list[Estimate | InputError | 
 
 
 def _falls_short(mix: Combination, failed: Combination, estimate: Estimate) -> bool:
-    """True if a combination exceeds the device as one did that differs by its samples' length or its devices alone:
-    where its sketch is no smaller, or is off by as much and far beyond the limit."""
-    others = [{name: level for name, level in of.levels.items() if name not in _COUNTS} for of in (mix, failed)]
-    alike = mix.choice.strategy == failed.choice.strategy and others[0] == others[1]
-    if mix is failed or not alike or not mix.sketched or not failed.sketched:
+    """True if a combination exceeds the device as one did that differs by its samples' length alone, where its sketch
+    is as far off, or by its devices, each of which holds no less."""
+    differ = {name for name in mix.levels | failed.levels if mix.levels.get(name) != failed.levels.get(name)}
+    if mix.choice.strategy != failed.choice.strategy or not mix.sketched or not failed.sketched:
         return False
-    if mix.sketched >= failed.sketched:  # more devices do not help what each of them holds whole
-        return True
-    off = resident_bytes(failed.choice, estimate) / failed.sketched
-    return mix.levels.get("devices") == failed.levels.get("devices") and (
-        mix.sketched * off > _DOUBT * mix.spec.memory_budget
-    )
+    if differ == {"length"}:
+        needed = mix.sketched * resident_bytes(failed.choice, estimate)
+        return needed > _DOUBT * mix.spec.memory_budget * failed.sketched
+    return differ == {"devices"} and mix.sketched >= failed.sketched
 
 
 def _proposal(combination: Combination, estimate: Estimate | InputError | None) -> Proposal | None:

@@ -8,7 +8,7 @@ from hf_memopt.estimator.quantized_checkpoints import dequantized, holds_fp8
 from hf_memopt.estimator.smaller import find_experts
 from hf_memopt.estimator.spec_job import quantization_config, read_model, sample_length
 from hf_memopt.estimator.tracing.model import resolve_dtype
-from hf_memopt.estimator.tracing.tasks import find_task, infer_task
+from hf_memopt.estimator.tracing.tasks import EMBEDDINGS, find_task, infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
 from hf_memopt.field_values import fit
 from hf_memopt.hardware import Hardware
@@ -25,7 +25,7 @@ from hf_memopt.units import gib
 PLANNED_TASKS = (
     *TRL_TASKS,
     *("causal-lm", "image-text-to-text", "seq2seq-lm", "masked-lm", "sequence-classification"),
-    *("token-classification", "question-answering", "multiple-choice"),
+    *("token-classification", "question-answering", "multiple-choice", EMBEDDINGS),
 )
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 # TrainingArguments fields that a plan chooses.

@@ -12,8 +12,9 @@ from hf_memopt.estimator.private_names import Part, check
 from hf_memopt.estimator.tracing.dtypes import traceable_dtype
 from hf_memopt.estimator.tracing.fake_quantization import is_quantized, quantize
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
+from hf_memopt.estimator.tracing.pair_loss import with_pair_loss
 from hf_memopt.estimator.tracing.quantized_linear import lora_modules, named_stand_ins
-from hf_memopt.estimator.tracing.tasks import TASKS, with_token_ids
+from hf_memopt.estimator.tracing.tasks import EMBEDDINGS, TASKS, with_token_ids
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
@@ -119,6 +120,8 @@ def _from_config(settings: ModelSettings, distribute: Callable | None):
             trust_remote_code=is_trusted(settings.config),
             attn_implementation=settings.attn_implementation,
         )
+    if settings.task == EMBEDDINGS:
+        model = with_pair_loss(model)
     if distribute is not None:
         model = distribute(model)
     if distribute is not None or not has("transformers", "5.1"):  # 5.0 ties no weights on the meta device

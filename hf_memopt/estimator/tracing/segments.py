@@ -28,11 +28,8 @@ def announce_layers(batch: dict, model: torch.nn.Module, stacks: list, ledger: L
     places: dict[int, tuple[str, int | None]] = {}  # id of a weight -> its layer's name and number
     for number, layers in enumerate(stacks):
         for index, layer in enumerate(layers):
-            position = "first" if index == 0 else "last" if index == len(layers) - 1 else "between"
-            layer.place_in_model = (
-                f"layer {position}" + (f" of stack {number}" if number else ""),
-                index + number * STACK,
-            )
+            name = _position(index, layers) + (f" of stack {number}" if number else "")
+            layer.place_in_model = (name, index + number * STACK)
             places |= {id(weight): layer.place_in_model for weight in layer.parameters()}
             for tensor in loaded_tensors(layer):
                 ledger.tag(tensor, layer.place_in_model[1])
@@ -56,14 +53,20 @@ def announce_held(model: torch.nn.Module, stacks: list, ledger: Ledger) -> None:
     Args:
         stacks: of the trained model.
     """
+    places: dict[int, str] = {}
     for layers in repeated_layers(model):
         for index, layer in enumerate(layers):
             if stacks and len(layers) == len(stacks[0]):
                 for weight in layer.parameters():
                     ledger.tag(weight, index)
+                    places[id(weight)] = f"{_position(index, layers)} beside the model"
     for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            _announce_gradient(weight, name, ledger.find_layer(weight), ledger)
+        if weight.requires_grad and id(weight) not in ledger.without_gradient:  # a loss may hold the trained model
+            _announce_gradient(weight, places.get(id(weight), name), ledger.find_layer(weight), ledger)
+
+
+def _position(index: int, layers: list) -> str:
+    return "layer first" if index == 0 else "layer last" if index == len(layers) - 1 else "layer between"
 
 
 def _announce_layer(layer: torch.nn.Module, ledger: Ledger, is_last: bool) -> None:

@@ -100,6 +100,17 @@ class Task:
         return (named or classes)[0]
 
 
+@dataclass(frozen=True)
+class _Embeddings(Task):
+    """Pairs of texts for a model of text without a head (pair_loss.py)."""
+
+    def model_class(self, config) -> type | None:
+        kind = super().model_class(config)
+        reads_text = getattr(kind, "main_input_name", None) == "input_ids" and not config.is_encoder_decoder
+        return kind if reads_text else None
+
+
+EMBEDDINGS = "feature-extraction"  # Hugging Face's name of embedding models
 _CHOICES = 4  # answers per question, as in SWAG, the data set of transformers' own example
 TASKS = {
     "image-text-to-text": Task("AutoModelForImageTextToText", adapters="CAUSAL_LM"),
@@ -127,6 +138,13 @@ TASKS = {
     "ctc": Task("AutoModelForCTC", _fewer_than_frames, pipelines=("automatic-speech-recognition",)),
     "audio-classification": Task("AutoModelForAudioClassification", _per_sample),
     "multimodal-lm": Task("AutoModelForMultimodalLM", pipelines=("any-to-any",), adapters="CAUSAL_LM"),
+    EMBEDDINGS: _Embeddings(
+        "AutoModel",
+        lambda batch: {},
+        choices=2,
+        pipelines=("sentence-similarity",),
+        adapters="FEATURE_EXTRACTION",
+    ),
 }
 
 
@@ -174,7 +192,7 @@ def infer_task(config) -> str:
         for task, kind in classes.items():
             if kind is not None and kind.__name__ == name:
                 return task
-    usual = list(TASKS)
+    usual = [task for task in TASKS if task != EMBEDDINGS]
     if config.is_encoder_decoder:
         usual = ["seq2seq-lm", "speech-seq2seq", *usual]
     elif classes["image-text-to-text"] is not None:
@@ -211,7 +229,7 @@ def batch_shapes(task: str, config, micro_batch: int, seq_len: int, padded: bool
     kind = row.model_class(config)
     takes = inspect.signature(kind.forward).parameters if kind is not None else {}
     labels = row.labels(batch)
-    if kind is not None and not takes.keys() & (labels.keys() | {"kwargs"}):
+    if labels and kind is not None and not takes.keys() & (labels.keys() | {"kwargs"}):
         raise InputError(f"{kind.__name__} takes no labels: it has no loss that a Trainer could train it with")
     main = getattr(kind, "main_input_name", "input_ids")
     if main in _UNKNOWN_INPUTS and (main == "state" or "input_ids" not in takes):
