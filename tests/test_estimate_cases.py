@@ -473,6 +473,8 @@ def test_a_loss_that_holds_the_model_names_none_of_its_layers_anew(tmp_path, mon
     )
     trainer = PairTrainer(model, args, train_dataset=[{"input_ids": [5] * 48}] * 32, data_collator=_collate)
     trainer.loss = _LossOfPairs(model)
+    segments = trace.trace(describe_trainer(trainer, "cpu", None, None).at_depth(3)).segments
+    assert not [segment for segment in segments if "layers.2" in segment]
     extended = estimate_trainer(trainer, "cpu").peak_allocated_bytes
     monkeypatch.setattr("hf_memopt.estimator.tracing.extrapolate._TRACED_WHOLE", 99)
     assert extended == pytest.approx(estimate_trainer(trainer, "cpu").peak_allocated_bytes, rel=1e-3)

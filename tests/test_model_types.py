@@ -145,7 +145,7 @@ def test_a_checkpoint_of_text_without_a_head_is_of_embeddings(model_type, named,
     assert infer_task(config) == (task or "image-classification")
 
 
-def test_each_text_is_told_from_the_other_pairs():
+def test_the_other_pairs_are_negatives():
     """Two texts that are alike have the least loss beside those that are not; padding does not count."""
     import torch
     from transformers import AutoModel

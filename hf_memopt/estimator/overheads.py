@@ -224,8 +224,8 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak], otherwise: int) -> tu
         )
     elif job.task == EMBEDDINGS:
         lines.append(
-            f"a sample is a pair of texts of {job.seq_len} tokens, told from the other pairs of its micro-batch "
-            "(in-batch negatives); `hf-memopt dry-run` counts a script's own loss, cached ones (GradCache) too"
+            f"a sample is a pair of texts of {job.seq_len} tokens, with the other pairs of its micro-batch as "
+            "negatives; `hf-memopt dry-run` counts a script's own loss, cached ones (GradCache) too"
         )
     lines.extend(_of_attention(job))
     if job.fields.get("torch_compile"):

@@ -1,4 +1,4 @@
-"""The loss that embedding models are trained with: each text is told from the other pairs' (in-batch negatives).
+"""The loss that embedding models are trained with: the other pairs of a micro-batch are negatives.
 
 It computes what sentence-transformers 6.2 does in MultipleNegativesRankingLoss, with mean pooling of an encoder and
 the last token of a decoder; other losses of pairs differ by tensors of a number per text and feature.
