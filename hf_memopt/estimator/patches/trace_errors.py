@@ -94,11 +94,17 @@ def _unknown_argument(error: Exception, fields: dict[str, Any]) -> str | None:
 
 def _refusing_model(error: Exception) -> str | None:
     """The folder or class of transformers' model that lacks an input, or a value in its configuration: its own code
-    raised the error, or its signature did; None where another library did."""
+    raised the error, its signature did, or what it gave None to; None where another library did."""
     if missing := _MISSING_INPUT.search(str(error)):
         return missing[1]
-    last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return last.parent.name if last.parent.parent.parts[-2:] == ("transformers", "models") else None
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    if "NoneType" in str(error) or files[-1].name == "configuration_utils.py":
+        return next((file.parent.name for file in reversed(files) if _is_model(file)), None)
+    return files[-1].parent.name if _is_model(files[-1]) else None
+
+
+def _is_model(file: Path) -> bool:
+    return file.parent.parent.parts[-2:] == ("transformers", "models")
 
 
 def place(error: BaseException) -> str:

@@ -7,7 +7,8 @@ the last token of a decoder; other losses of pairs differ by tensors of a number
 import torch
 import torch.nn.functional as F
 
-from hf_memopt.estimator.tracing.tasks import TASKS
+from hf_memopt.errors import InputError
+from hf_memopt.estimator.tracing.tasks import EMBEDDINGS, TASKS
 
 _SCALE = 20.0  # of cosines
 
@@ -22,7 +23,9 @@ class PairLoss:
         return {"loss": F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))}
 
     def _embed(self, ids, mask):
-        tokens = super().forward(input_ids=ids, attention_mask=mask).last_hidden_state
+        tokens = getattr(super().forward(input_ids=ids, attention_mask=mask), "last_hidden_state", None)
+        if tokens is None:
+            raise InputError(f"task={EMBEDDINGS}: {type(self).__name__} gives no features of tokens to embed a text with")
         if not self.is_encoder:
             return tokens[:, -1]
         kept = (torch.ones_like(ids) if mask is None else mask).unsqueeze(-1).expand(tokens.size()).to(tokens.dtype)

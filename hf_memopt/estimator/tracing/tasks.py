@@ -93,7 +93,10 @@ class Task:
         mapping = auto._model_mapping if auto else {}
         if type(config) not in mapping:
             return None
-        classes = mapping[type(config)]
+        try:
+            classes = mapping[type(config)]
+        except ValueError:  # the table names a class that its version lacks
+            return None
         if not isinstance(classes, tuple | list):
             return classes
         named = [kind for kind in classes if kind.__name__ in (config.architectures or ())]
@@ -106,8 +109,10 @@ class _Embeddings(Task):
 
     def model_class(self, config) -> type | None:
         kind = super().model_class(config)
-        reads_text = getattr(kind, "main_input_name", None) == "input_ids" and not config.is_encoder_decoder
-        return kind if reads_text else None
+        # Static: the class of a model whose libraries are missing raises when it is asked for anything.
+        if config.is_encoder_decoder or inspect.getattr_static(kind, "main_input_name", None) != "input_ids":
+            return None
+        return kind if "input_ids" in inspect.signature(kind.forward).parameters else None
 
 
 EMBEDDINGS = "feature-extraction"  # Hugging Face's name of embedding models
