@@ -5,14 +5,17 @@ import sys
 from random import Random
 
 import pytest
+import torch
 from conftest import ROOT, slow, sweep
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, LlamaConfig
 
 from hf_memopt import InputError
 from hf_memopt.errors import ImpossibleEstimate
 from hf_memopt.estimator import estimate
+from hf_memopt.estimator.accounting import fake_outputs
 from hf_memopt.estimator.allocator.caching import CachingAllocator
 from hf_memopt.estimator.allocator.replay import replay
 from hf_memopt.estimator.api import run_trace
@@ -242,6 +245,18 @@ def test_the_limits_of_zero_3_hold_at_full_depth(group, monkeypatch):
     whole = phases()
     for phase in ("forward", "backward", "optimizer"):
         assert extended[phase] == pytest.approx(whole[phase], rel=0.03), phase
+
+
+def test_what_zero_init_makes_is_not_remembered_as_the_operators(monkeypatch):
+    """zero.Init makes 16 bits of what torch.ones() returns; jobs that come later in a process have their own."""
+    monkeypatch.setattr(FakeTensorMode, "cache", {})
+    monkeypatch.setattr(fake_outputs, "_remembered", {})
+    fields = {"bf16": True, "per_device_train_batch_size": 1}
+    estimate(_config(2), fields, 32, "a100_80gb", world_size=4, strategy="zero3")
+    made = [row for key, row in fake_outputs._remembered.items() if key[0] is torch.ops.aten.ones.default]
+    assert [row.fresh[0][2] for row in made] == [torch.float32]
+    with FakeTensorMode():
+        assert torch.ones(SHAPE["hidden_size"]).dtype is torch.float32
 
 
 @pytest.mark.slow

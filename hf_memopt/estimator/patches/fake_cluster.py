@@ -14,7 +14,7 @@ from typing import get_origin
 from unittest import mock
 
 import torch
-from torch import distributed
+from torch import _C, distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.engines import DDP, FSDP, DeepSpeed, Engine, MeshEngine
@@ -28,6 +28,10 @@ _REAL_VALUES = Part.EVERY_JOB.relies_on(
     "torch.utils._python_dispatch:_disable_current_modes()",
     why="device meshes and 4-bit code tables need real values within a trace",
     until="torch has a public name for it",
+)
+_IN_OPERATOR = Part.DEEPSPEED.relies_on(
+    "torch._C:_meta_in_tls_dispatch_include",
+    why="tells a user's call of a constructor from an operator's",
 )
 _NUMBERS = itertools.count(-1, -1)  # of meshes; below 0, where no thread's number is
 _GROUPS = itertools.count(1_000_000, 1_000_000)
@@ -140,6 +144,11 @@ _TENSOR = Part.DEEPSPEED.replaces(
     why="zero.Init puts it in the place of torch.tensor when it ends, and the trace's own reads known values",
     until="zero.Init restores what it found",
 )
+_CONSTRUCTORS = Part.DEEPSPEED.replaces(
+    "deepspeed.runtime.zero.partition_parameters:zero_wrapper_for_fp_tensor_constructor(fn, target_fp_dtype, "
+    "target_device)",
+    why="fake tensors are made with torch's constructors, too, whose 16 bits would be remembered as the operator's",
+)
 _MODULES = Part.DEEPSPEED.replaces(
     "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__",
     why="numbers modules with a counter in its default argument `count=[0]`",
@@ -161,6 +170,7 @@ def _deepspeed(ledger) -> Iterator[None]:
 
     groups_before, disabled, accelerator = dict(vars(groups)), logger.disabled, deepspeed.accelerator.get_accelerator()
     logger.disabled = True
+    wrap = _CONSTRUCTORS.original("zero_wrapper_for_fp_tensor_constructor")
     deepspeed.accelerator.set_accelerator(_fake_accelerator())
     try:
         with (
@@ -170,6 +180,7 @@ def _deepspeed(ledger) -> Iterator[None]:
             _DISK.replaced(load=fake_disk.loader(ledger)),
             _WEIGHTS.replaced(param_id=0),
             _TENSOR.replaced(_orig_torch_tensor=tensor_from_values(torch.tensor)),
+            _CONSTRUCTORS.replaced(zero_wrapper_for_fp_tensor_constructor=_outside_operators(wrap)),
             _MODULES.replaced(__defaults__=([0],)),
             # ZeRO-3 replaces torch's linear for good: replaced by itself here, so that it is restored.
             mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),
@@ -180,6 +191,16 @@ def _deepspeed(ledger) -> Iterator[None]:
         logger.disabled = disabled
         deepspeed.accelerator.set_accelerator(accelerator)
         vars(groups).update(groups_before)
+
+
+def _outside_operators(wrap):
+    """zero.Init's wrapper of a constructor, which leaves calls from within an operator on fake tensors alone."""
+
+    def wrap_constructor(make, **target):
+        wrapped = wrap(make, **target)
+        return lambda *args, **kwargs: (make if _C._meta_in_tls_dispatch_include() else wrapped)(*args, **kwargs)
+
+    return wrap_constructor
 
 
 def _fake_accelerator():

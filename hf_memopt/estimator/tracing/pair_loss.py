@@ -25,7 +25,7 @@ class PairLoss:
     def _embed(self, ids, mask):
         tokens = getattr(super().forward(input_ids=ids, attention_mask=mask), "last_hidden_state", None)
         if tokens is None:
-            raise InputError(f"task={EMBEDDINGS}: {type(self).__name__} gives no features of tokens to embed a text with")
+            raise InputError(f"task={EMBEDDINGS}: {type(self).__name__} gives no features of tokens for a text")
         if not self.is_encoder:
             return tokens[:, -1]
         kept = (torch.ones_like(ids) if mask is None else mask).unsqueeze(-1).expand(tokens.size()).to(tokens.dtype)
