@@ -1,5 +1,6 @@
 """LoRA adapters on a frozen base, 4-bit or not."""
 
+import dataclasses
 import os
 import warnings
 from unittest import mock
@@ -22,9 +23,21 @@ def add_adapters(model, config, autocast_adapter_dtype: bool = True):
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         # It also names patterns of its own making for experts that `target_modules` leaves out.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        adapted = get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
+        adapted = get_peft_model(model, _by_names(config, model), autocast_adapter_dtype=autocast_adapter_dtype)
     _refuse_fp8_experts(adapted)
     return adapted
+
+
+def _by_names(config, model):
+    """The configuration, or where it has all-linear and an empty `target_parameters`, one with the names of linear
+    layers, as axolotl, LLaMA-Factory and ms-swift list them: peft 0.21 takes all-linear for fused experts, too."""
+    if (getattr(config, "target_modules", None), getattr(config, "target_parameters", None)) != ("all-linear", []):
+        return config
+    from peft.utils.constants import SEQ_CLS_HEAD_NAMES
+
+    heads = {*SEQ_CLS_HEAD_NAMES, "lm_head", "qa_outputs"}
+    linear = {name for name, module in model.named_modules() if "Linear" in type(module).__name__}
+    return dataclasses.replace(config, target_modules={name.rpartition(".")[2] for name in linear} - heads)
 
 
 def _refuse_fp8_experts(model) -> None:
