@@ -135,7 +135,8 @@ def nothing_frozen():
     freeze_imports()
 
 
-_KEPT = {None: 7, "slow": 1, "pages": 3}  # cases of one test in a run: make test has 3 minutes, make test-long 15
+_KEPT = {None: 7, "slow": 1, "pages": 2}  # cases of one test in a run: make test has 3 minutes, make test-long 15
+_TURNS = 3  # of the slow tests, one of which each run takes
 _SLICES = 30  # of the sweeps, one of which each CI run takes
 
 
@@ -154,17 +155,20 @@ def _number(text: str) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers
 def pytest_collection_modifyitems(items):
-    """Of a test with more cases than _KEPT, or its own drawn(number), that many are drawn, and those marked as kept
-    stay beside them; make test-sweeps runs the others, and make test-long a slice of them. Engines come first."""
-    tests: dict[tuple[str, int], list] = {}
+    """Of a test with more cases than _KEPT, or its own drawn(number), that many are drawn, of a slow one where it is its
+    turn; those marked as kept stay beside them. make test-sweeps runs the others, and make test-long a slice of them.
+    Engines come first."""
+    tests: dict[tuple[str, str | None, int], list] = {}
     for item in items:
         marks = {marker.name for marker in item.iter_markers()}
         kind = next((kind for kind in ("slow", "pages") if kind in marks), None)
         if not marks & {"sweep", "kept"} and (kind or not marks & {"engines", "cuda"}):
             drawn = item.get_closest_marker("drawn")
             most = min(_KEPT[kind], drawn.args[0]) if drawn else _KEPT[kind]
-            tests.setdefault((item.nodeid.split("[")[0], most), []).append(item)
-    for (_, most), cases in tests.items():
+            tests.setdefault((item.nodeid.split("[")[0], kind, most), []).append(item)
+    for (name, kind, most), cases in tests.items():
+        if kind and (_number(name) - _number(drawn_by())) % _TURNS:
+            most = 0
         for item in sorted(cases, key=lambda item: _number(f"{drawn_by()} {item.nodeid}"))[most:]:
             item.add_marker("sweep")
     for item in items:
