@@ -155,16 +155,16 @@ def _number(text: str) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers
 def pytest_collection_modifyitems(items):
-    """Of a test with more cases than _KEPT, or its own drawn(number), that many are drawn, of a slow one where it is its
-    turn; those marked as kept stay beside them. make test-sweeps runs the others, and make test-long a slice of them.
-    Engines come first."""
+    """Of a test with more cases than _KEPT, or its own drawn(number), that many are drawn, of a slow one where it has
+    its turn; those marked as kept stay beside them. make test-sweeps runs the others, and make test-long a slice of
+    them. Engines come first."""
     tests: dict[tuple[str, str | None, int], list] = {}
     for item in items:
         marks = {marker.name for marker in item.iter_markers()}
         kind = next((kind for kind in ("slow", "pages") if kind in marks), None)
         if not marks & {"sweep", "kept"} and (kind or not marks & {"engines", "cuda"}):
             drawn = item.get_closest_marker("drawn")
-            most = min(_KEPT[kind], drawn.args[0]) if drawn else _KEPT[kind]
+            most = _KEPT[kind] if drawn is None else min(drawn.args[0], _KEPT[kind] if kind else len(items))
             tests.setdefault((item.nodeid.split("[")[0], kind, most), []).append(item)
     for (name, kind, most), cases in tests.items():
         if kind and (_number(name) - _number(drawn_by())) % _TURNS:

@@ -116,6 +116,7 @@ CASES = {
     "generated again beside gradients": {"gradient_accumulation_steps": 3, "steps_per_generation": 1},
     "old log-probabilities": {"num_iterations": 2, "max_steps": 3},
     "long completions": {"per_device_train_batch_size": 8, "max_completion_length": 64},
+    "tokens of most entropy": {"top_entropy_quantile": 0.5},
     "static cache": {"cache_implementation": "static"},
     "bf16": {"bf16": True},
     "memory trainer": {"kind": MemoryGRPOTrainer},

@@ -1,20 +1,24 @@
 """Whatever a user sets is in the traced job, or refused with its reason: nothing is dropped without a word."""
 
 import dataclasses
+import re
 import tempfile
 
 import pytest
-from transformers import TrainingArguments
+import yaml
+from conftest import slow
+from transformers import AutoConfig, TrainingArguments
 
 from hf_memopt import MemoryArguments
 from hf_memopt.cli.estimate import settle_job
 from hf_memopt.cli.settings import command_spec, parse_settings
 from hf_memopt.errors import InputError
-from hf_memopt.estimator import estimate
+from hf_memopt.estimator import estimate, trl_job
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.spec_job import spec_job
 from hf_memopt.estimator.tracing.process_state import process_state_kept
 from hf_memopt.estimator.tracing.traced_arguments import NEUTRAL, make_arguments
+from hf_memopt.estimator.trl_tasks import TRL_TASKS
 
 MODEL = "llama-3.2-1b"
 # Values of fields whose type alone does not say one that differs from the default.
@@ -98,6 +102,64 @@ def test_every_field_of_training_arguments(subtests):
                 assert str(getattr(wanted, "value", wanted)) in str(getattr(found, "value", found))
 
 
+# Of TRL's classes, where the type says no value that goes with the other fields.
+TRL_VALUES = {
+    "model_init_kwargs": {"dtype": "bfloat16"},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+    "generation_kwargs": {"num_beams": 1},
+    "max_length": 32,
+    "max_completion_length": 16,
+    "num_generations": 4,
+    "generation_batch_size": 8,
+    "min_p": 0.1,
+    "top_p": 0.9,
+    "reward_weights": [1.0, 2.0],
+    "loss_weights": [0.5],
+    "truncation_mode": "keep_end",
+    "packing_strategy": "wrapped",
+    "f_divergence_type": "js_divergence",
+    "cache_implementation": "static",
+    "importance_sampling_level": "sequence",
+    "multi_objective_aggregation": "normalize_then_sum",
+    "scale_rewards": "batch",
+    "vllm_importance_sampling_clip_min": 0.1,
+    "loss_type": {"SFTConfig": "dft", "DPOConfig": ["ipo"], "KTOConfig": "apo_zero_unpaired", "GRPOConfig": "bnpo"},
+}
+# What goes with a field alone.
+WITH = {"sync_ref_model": {"beta": 0.1}, "log_completions_hub_repo": {"log_completions": True}}
+
+
+@pytest.mark.parametrize("task", ["reward", *map(slow, ["sft", "dpo", "kto", "grpo", "rloo"])])
+def test_every_field_of_trls_classes(task, subtests, monkeypatch):
+    """TRL's own Trainer gets it, or it is refused by its name, or of what a trace has in the place of the user's."""
+    kind = TRL_TASKS[task].config_class
+    own = {item.name for item in dataclasses.fields(TrainingArguments)}
+    made = []
+    make = trl_job._make_trainer
+    monkeypatch.setattr(trl_job, "_make_trainer", lambda *args: made.append(make(*args)) or made[-1])
+    config = AutoConfig.for_model("llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=500)
+    base = {"per_device_train_batch_size": 4}
+    if TRL_TASKS[task].generates:
+        base |= {"num_generations": 2, "max_completion_length": 32}
+    for field in [item for item in dataclasses.fields(kind) if item.init and item.name not in own]:
+        value = TRL_VALUES.get(field.name, yaml.safe_load(text_of(field)))
+        value = value.get(kind.__name__, "nll") if field.name == "loss_type" else value
+        with subtests.test(field=field.name):
+            try:
+                estimate(config, {**base, **WITH.get(field.name, {}), field.name: value}, 64, "a100_80gb", task=task)
+            except InputError as refused:
+                named = "use_transformers_continuous_batching" if "paged" in field.name else field.name
+                assert re.search(rf"\b{named}\b", str(refused)), refused
+                continue
+            if field.name not in trl_job._NOT_OF_TRAINER:
+                assert field.name in REPLACED or str(getattr(made[-1].args, field.name)) == str(value)
+
+
+# A trace rounds generation up to whole groups of all processes.
+REPLACED = {"max_length", "steps_per_generation", "generation_batch_size"}
+
+
 def test_every_field_of_memory_arguments():
     """They reach the traced job as one object."""
     for field in dataclasses.fields(MemoryArguments):
@@ -116,8 +178,6 @@ def test_every_field_of_memory_arguments():
 
 
 def test_a_limit_of_its_own_is_the_capacity():
-    from transformers import AutoConfig
-
     config = AutoConfig.for_model("llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=500)
     found = estimate(config, {}, 32, "rtx_4090", memory_args=MemoryArguments(max_memory_gib=0.5))
     assert found.capacity_bytes == 2**29 and found.fits is False

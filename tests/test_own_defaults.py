@@ -55,7 +55,9 @@ def test_the_smallest_file_of_a_tool_is_answered(model, command, tmp_path):
     file = tmp_path / tool
     file.write_text(SMALLEST[tool].format(model=hub_id(model)))
     code, _, errors = command("estimate", file, "--hardware", "h200x8", "--json")
-    refused = re.search("ParamWrapper does not work with lora_dropout|adapters train experts that are quantized", errors)
+    refused = re.search(
+        "ParamWrapper does not work with lora_dropout|adapters train experts that are quantized", errors
+    )
     # peft adapts fused experts for all-linear, which TRL hands on, and for names that dense layers have, too.
     assert (tool == "trl.yaml" or model == "deepseek-v3") if refused else code in (0, 1), errors
 

@@ -59,7 +59,7 @@ def test_texts_are_those_that_were_frozen(command, asked, subtests):
             assert not list(regress.differences(frozen[line], asked(line)))
 
 
-@pytest.mark.kept
+@pytest.mark.drawn(16)
 @lines(small=True)
 def test_small_answers_are_those_that_were_frozen(line, asked):
     """Every figure and word of them; make regress ARGS=--freeze, where they are meant to change."""

@@ -215,11 +215,14 @@ def _evaluates(row: TrlTask, job: Job) -> bool:
     return evaluates(job.fields) and not row.generates
 
 
-# Fields that make_arguments() changes for a trace, too: engines, and what asks for the device.
+# Fields that make_arguments() changes for a trace, too (engines, and what asks for the device), and those of the rows,
+# the tokenizer and the rewards of the user, in whose place a trace has its own.
 _NOT_OF_TRAINER = {
     *("deepspeed", "fsdp", "fsdp_config", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
     *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers", "use_liger_kernel"),
     *("eval_strategy", "eval_steps", "eval_on_start", "do_eval", "load_best_model_at_end", "push_to_hub"),
+    *("dataset_text_field", "dataset_kwargs", "assistant_only_loss", "chat_template_path", "eos_token", "pad_token"),
+    *("chat_template_kwargs", "reward_weights", "log_completions_hub_repo"),
 }
 
 

@@ -84,11 +84,18 @@ def follow_rollouts(trainer, ledger: Ledger, accumulation: int) -> None:
     trainer._calculate_rewards = in_phase(REWARDS, trainer._calculate_rewards)
     trainer._get_per_token_logps_and_entropies = _announced(trainer, ledger)
     trainer._generate_and_score_completions = _with_accumulation(trainer, accumulation)
+    trainer.get_high_entropy_mask = functools.partial(_high_entropy_mask, trainer)
     if trainer.use_vllm:
         trainer._generate_single_turn = functools.partial(_written_elsewhere, trainer)
         return
     trainer._generate_single_turn = in_phase(GENERATION, trainer._generate_single_turn)
     trainer.model.generate = functools.partial(_first_and_last, trainer, ledger)
+
+
+def _high_entropy_mask(trainer, entropies, mask, threshold: float):
+    """GRPOTrainer's, without the choice of the tokens that count by values: of a trace all do."""
+    ordered = trainer.accelerator.gather(entropies.float().flatten()).sort().values
+    return (entropies * mask.float() >= ordered[int(threshold * (len(ordered) - 1))]) & mask.bool()
 
 
 def _make_renewal(trainer):
