@@ -131,7 +131,14 @@ def _answers(device: Hardware, count: int) -> list[tuple[Any, dict[str, Any]]]:
             },
         ),
         (torch, {"set_default_device": _always(None)}),
-        (torch.version, _versions(device)),
+        # The build that the device needs: libraries only ask whether there is a version.
+        (
+            torch.version,
+            {
+                "cuda": (torch.version.cuda or "13.0") if device.backend == "cuda" else None,
+                "hip": (torch.version.hip or "7.0") if device.backend == "rocm" else None,
+            },
+        ),
     ]
 
 
@@ -219,12 +226,4 @@ def _mps_answers(device: Hardware) -> dict[str, Any]:
         "device_count": _always(1),
         "recommended_max_memory": _always(device.memory),
         "get_rng_state": _always(torch.zeros(16, dtype=torch.uint8)),
-    }
-
-
-def _versions(device: Hardware) -> dict[str, Any]:
-    """The build that the device needs: libraries only ask whether there is a version."""
-    return {
-        "cuda": (torch.version.cuda or "13.0") if device.backend == "cuda" else None,
-        "hip": (torch.version.hip or "7.0") if device.backend == "rocm" else None,
     }

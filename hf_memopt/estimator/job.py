@@ -359,7 +359,6 @@ def describe(
     config = load_config(model)
     if video is not None:
         seq_len = video.batch(config, 1)["input_ids"].shape[1]
-        settings["padded"] = True
     settings["frozen"] = tuple(settings.get("frozen") or ())
     settings["dtype"] = resolve_dtype(config, settings.get("dtype", "auto"))
     fields = read_fields(args, config_class)
@@ -371,8 +370,11 @@ def describe(
     engine.check(fields, world_size)
     config = _resolve_model(config, settings, fields, engine, device)
     task = find_task(task, config) if task else infer_task(config)
-    if task == EMBEDDINGS:  # texts of pairs differ in length
+    if video is not None or task == EMBEDDINGS:  # samples and pairs of texts differ in length
         settings["padded"] = True
+    rank = engine.peak_rank(world_size) if rank is None else rank
+    if not 0 <= rank < world_size:
+        raise InputError(f"rank={rank} must be from 0 to {world_size - 1}, one of the {world_size} processes")
     check_length(config, task, seq_len if video is None else video.longest(config))
     job = Job(
         config=config,
@@ -382,7 +384,7 @@ def describe(
         engine=engine,
         world_size=world_size,
         task=task,
-        rank=engine.peak_rank(world_size) if rank is None else _checked_rank(rank, world_size),
+        rank=rank,
         mesh=engine.mesh(world_size),
         **settings,
     )
@@ -403,12 +405,6 @@ def _resolve_model(config, settings: dict[str, Any], fields: dict[str, Any], eng
     check_attention(settings["attn_implementation"], device)
     check_liger(fields, device)
     return config
-
-
-def _checked_rank(rank: int, world_size: int) -> int:
-    if not 0 <= rank < world_size:
-        raise InputError(f"rank={rank} must be from 0 to {world_size - 1}, one of the {world_size} processes")
-    return rank
 
 
 def _check_types(arguments: dict[str, Any]) -> None:

@@ -36,15 +36,12 @@ def largest_batch(trainer):
     with _left_as_it_was(trainer), users_code("the trainer's data"):
         batch = _largest(trainer.get_train_dataloader(), trainer.args.per_device_train_batch_size, budget)
     batch = trainer.joined(batch) if hasattr(trainer, "joined") else batch
-    if not any(True for _ in tensors_in(batch)) and not _holds_texts(batch):
+    # Of texts a loss makes tokens: rerankers of sentence-transformers.
+    columns = batch.values() if isinstance(batch, Mapping) else ()
+    texts = any(isinstance(column, list | tuple) and column and isinstance(column[0], str) for column in columns)
+    if not texts and not any(True for _ in tensors_in(batch)):
         raise InputError("the trainer's collator returns no tensors for its longest samples")
     return batch
-
-
-def _holds_texts(batch: Any) -> bool:
-    """True of texts that a loss makes tokens of (rerankers of sentence-transformers)."""
-    columns = batch.values() if isinstance(batch, Mapping) else ()
-    return any(isinstance(column, list | tuple) and column and isinstance(column[0], str) for column in columns)
 
 
 def _prompts(trainer) -> list[dict]:

@@ -39,7 +39,11 @@ def check_sizes(content: Mapping[str, Any], where: str) -> None:
             _check_number(name, value, _MAX_LAYERS, where)
         elif value is not None and _WIDTHS.fullmatch(str(name)):
             _check_number(name, value, _MAX_SIZE, where)
-    _check_heads(content, where)
+    heads, shared = content.get("num_attention_heads"), content.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise InputError(
+            f"{where}: num_key_value_heads={shared} does not divide num_attention_heads={heads}: choose one that does"
+        )
     _check_experts(content, where)
 
 
@@ -51,14 +55,6 @@ def _check_number(name: str, value: Any, greatest: int, where: str) -> None:
     smallest = 0 if name in _MAY_BE_ZERO else 1
     if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value <= greatest:
         raise InputError(f"{where}: {name}={brief(value)} must be a whole number from {smallest} to {greatest}")
-
-
-def _check_heads(content: Mapping[str, Any], where: str) -> None:
-    heads, shared = content.get("num_attention_heads"), content.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
-        raise InputError(
-            f"{where}: num_key_value_heads={shared} does not divide num_attention_heads={heads}: choose one that does"
-        )
 
 
 def _check_experts(content: Mapping[str, Any], where: str) -> None:

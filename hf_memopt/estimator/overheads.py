@@ -51,11 +51,14 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
     ahead = (1 if alone else accumulation) - min(2, accumulation)
     batch = batch_bytes(job, 1 if job.device.backend == "cpu" else BLOCK)
     size = ahead * batch
-    joined = batch if _joins(job) else 0  # nearly all of it pixels
+    # VideoTrainer's copy of the samples that run lies where they wait: nearly all of it are pixels, which are wanted
+    # until the tower has run, or has passed its gradients back.
+    copied = job.video is not None and job.memory_args is not None and not job.device.discrete_memory
+    sees = ("forward", "backward") if "vision" not in job.frozen else ("forward",)
     without = ("load", "start", "eval") if alone else ("load", "start")
     for name, peak in peaks.items():
         if not name.startswith(without):
-            grow(peak, "other", size + (joined if _sees(job, name) else 0))
+            grow(peak, "other", size + (batch if copied and name.startswith(sees) else 0))
     if not alone:  # the last step's are let go only when the next step's are there
         fetching = peaks["between: next batches"] = copy.deepcopy(peaks["between"])
         grow(fetching, "other", accumulation * batch)
@@ -67,16 +70,6 @@ def _one_at_a_time(job) -> bool:
     """True if a MemoryTrainer keeps the batches of a step in host memory until they run."""
     recovers = getattr(job.memory_args, "oom_recovery", False)
     return recovers and job.device.discrete_memory and job.engine.plain
-
-
-def _joins(job) -> bool:
-    """True if VideoTrainer's copy of the samples that run lies in the memory where they wait."""
-    return job.video is not None and job.memory_args is not None and not job.device.discrete_memory
-
-
-def _sees(job, segment: str) -> bool:
-    """True if pixels are still wanted: until the tower has run, or has passed its gradients back."""
-    return segment.startswith("forward") or (segment.startswith("backward") and "vision" not in job.frozen)
 
 
 def batch_bytes(job, block: int = 1) -> int:

@@ -91,7 +91,8 @@ def describe_task(
         config = copy.deepcopy(config)  # the caller's own, which a search asks about again
         config.num_labels = 1  # a reward (trl 1.16, RewardTrainer)
     if isinstance(args, dict):
-        args = _with_defaults(args)
+        checkpointed = args.get("gradient_checkpointing", True)  # as TRL's classes have it (trl 1.16, _BaseConfig)
+        args = {"bf16": not args.get("fp16"), "activation_checkpointing": checkpointed, **args}
     if (args if isinstance(args, dict) else vars(args)).get("activation_offloading"):
         # trl 1.16, models/activation_offloading.py: streams and pinned memory, from tensors on an accelerator
         raise InputError("activation_offloading=true is not modelled: set activation_offload=true, of MemoryArguments")
@@ -136,12 +137,6 @@ def _check(task: str, seq_len: int, settings: dict[str, Any]) -> None:
         raise InputError(f"packed=true goes without task={task}: set packing=true with task=sft")
     if isinstance(seq_len, int) and seq_len < 8:
         raise InputError(f"seq_len={seq_len} must be at least 8 with task={task}: a sample has a prompt and an answer")
-
-
-def _with_defaults(fields: dict[str, Any]) -> dict[str, Any]:
-    """TrainingArguments fields under the defaults of TRL's classes (trl 1.16, _BaseConfig)."""
-    old = fields.get("gradient_checkpointing", True)
-    return {"bf16": not fields.get("fp16"), "activation_checkpointing": old, **fields}
 
 
 def _around_trainer(row: TrlTask, job: Job, tool: str) -> TrlJob:

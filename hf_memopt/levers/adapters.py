@@ -35,9 +35,8 @@ def _by_names(config, model):
         return config
     from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 
-    heads = {*SEQ_CLS_HEAD_NAMES, "lm_head", "qa_outputs"}
-    linear = {name for name, module in model.named_modules() if "Linear" in type(module).__name__}
-    return dataclasses.replace(config, target_modules={name.rpartition(".")[2] for name in linear} - heads)
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if "Linear" in type(module).__name__}
+    return dataclasses.replace(config, target_modules=names - {*SEQ_CLS_HEAD_NAMES, "lm_head", "qa_outputs"})
 
 
 def _refuse_fp8_experts(model) -> None:

@@ -52,8 +52,5 @@ class Change:
 
     def written(self, settings: Mapping[str, Any]) -> str:
         """The settings as a command line takes them."""
-        return self.label or ", ".join(f"{name}={_as_text(value)}" for name, value in settings.items())
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in settings.items()}
+        return self.label or ", ".join(f"{name}={value}" for name, value in values.items())

@@ -37,7 +37,7 @@ def keep_on_host(
         logger.warning("optimizer_cpu_offload has no effect here: the optimizer is in host memory already")
         return
     with counting():
-        copies = {weight: _host_copy(weight) for weight in weights if is_on_device(weight)}
+        copies = {weight: torch.nn.Parameter(_on_host(weight)) for weight in weights if is_on_device(weight)}
         gradients = {weight: torch.empty_like(copy, pin_memory=copy.is_pinned()) for weight, copy in copies.items()}
         _move_states(optimizer, copies)
     if hasattr(optimizer, "follow"):  # Adam-mini keys its blocks by weight
@@ -49,7 +49,8 @@ def keep_on_host(
     def fetch_gradients(*_) -> None:
         for weight, copy in copies.items():
             copy.grad = None if weight.grad is None else gradients[weight].copy_(weight.grad, non_blocking=True)
-        _wait(weights[0].device)
+        if (device := weights[0].device).type != "cpu":
+            torch.get_device_module(device).synchronize(device)
 
     @torch.no_grad()
     def return_weights(*_) -> None:
@@ -71,15 +72,6 @@ def _move_states(optimizer, copies: dict[torch.Tensor, torch.nn.Parameter]) -> N
             }
 
 
-def _host_copy(weight: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(_on_host(weight))
-
-
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     pinned = tensor.device.type != "cpu"
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor.detach())
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)

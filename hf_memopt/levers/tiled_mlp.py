@@ -65,13 +65,9 @@ def _tile(module: torch.nn.Module, size: int) -> None:
         width = hidden.shape[-1]
         if hidden.numel() <= size * width:
             return plain(hidden)
-        run = _checkpointed(plain) if torch.is_grad_enabled() else plain
+        run = functools.partial(checkpoint, plain, use_reentrant=False) if torch.is_grad_enabled() else plain
         # The backward pass of split() joins the tiles' gradients; that of slices would pad each to full length.
         tiles = [run(tile) for tile in hidden.reshape(-1, width).split(size)]
         return torch.cat(tiles).view(*hidden.shape[:-1], -1)
 
     replace(module, "forward", tiled)
-
-
-def _checkpointed(plain):
-    return lambda tile: checkpoint(plain, tile, use_reentrant=False)

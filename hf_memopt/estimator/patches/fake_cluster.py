@@ -170,7 +170,6 @@ def _deepspeed(ledger) -> Iterator[None]:
 
     groups_before, disabled, accelerator = dict(vars(groups)), logger.disabled, deepspeed.accelerator.get_accelerator()
     logger.disabled = True
-    wrap = _CONSTRUCTORS.original("zero_wrapper_for_fp_tensor_constructor")
     deepspeed.accelerator.set_accelerator(_fake_accelerator())
     try:
         with (
@@ -180,7 +179,11 @@ def _deepspeed(ledger) -> Iterator[None]:
             _DISK.replaced(load=fake_disk.loader(ledger)),
             _WEIGHTS.replaced(param_id=0),
             _TENSOR.replaced(_orig_torch_tensor=tensor_from_values(torch.tensor)),
-            _CONSTRUCTORS.replaced(zero_wrapper_for_fp_tensor_constructor=_outside_operators(wrap)),
+            _CONSTRUCTORS.replaced(
+                zero_wrapper_for_fp_tensor_constructor=_outside_operators(
+                    _CONSTRUCTORS.original("zero_wrapper_for_fp_tensor_constructor")
+                )
+            ),
             _MODULES.replaced(__defaults__=([0],)),
             # ZeRO-3 replaces torch's linear for good: replaced by itself here, so that it is restored.
             mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),

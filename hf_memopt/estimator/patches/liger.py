@@ -158,17 +158,13 @@ def _apply(inner, kernels: _Kernels, chosen: dict, capability: float, stack: Exi
     if kernels.gate and chosen.get(kernels.gate, True):
         _replace_gates(inner.get_decoder(), kernels.joined)
     if kernels.rope and chosen.get("rope", True):
-        stack.enter_context(_ROTATION.replaced([_models_module(inner)], apply_rotary_pos_emb=_rotate))
+        names = (kind.__module__ for kind in type(inner).__mro__)  # its class may be derived from transformers'
+        own = next(sys.modules[name] for name in names if name.startswith("transformers.models."))
+        stack.enter_context(_ROTATION.replaced([own], apply_rotary_pos_emb=_rotate))
     if losses[_FUSED]:
         _fuse_loss(inner, capability)
     elif losses[_PLAIN]:
         inner.loss_function = _plain_loss
-
-
-def _models_module(inner):
-    """transformers' module of a model, also where its class is derived from transformers'."""
-    names = (kind.__module__ for kind in type(inner).__mro__)
-    return next(sys.modules[name] for name in names if name.startswith("transformers.models."))
 
 
 def _replace_norms(inner, kernels: _Kernels) -> None:

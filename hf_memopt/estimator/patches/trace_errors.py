@@ -98,13 +98,9 @@ def _refusing_model(error: Exception) -> str | None:
     if missing := _MISSING_INPUT.search(str(error)):
         return missing[1]
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    if "NoneType" in str(error) or files[-1].name == "configuration_utils.py":
-        return next((file.parent.name for file in reversed(files) if _is_model(file)), None)
-    return files[-1].parent.name if _is_model(files[-1]) else None
-
-
-def _is_model(file: Path) -> bool:
-    return file.parent.parent.parts[-2:] == ("transformers", "models")
+    lacks = "NoneType" in str(error) or files[-1].name == "configuration_utils.py"
+    models = (file.parent for file in (reversed(files) if lacks else files[-1:]))
+    return next((model.name for model in models if model.parent.parts[-2:] == ("transformers", "models")), None)
 
 
 def place(error: BaseException) -> str:

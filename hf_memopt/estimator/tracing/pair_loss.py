@@ -34,6 +34,6 @@ class PairLoss:
 
 def with_pair_loss(model):
     """The model, trained with PairLoss."""
-    encoder = TASKS["masked-lm"].model_class(model.config) is not None
-    model.__class__ = type(type(model).__name__, (PairLoss, type(model)), {"is_encoder": encoder})
+    own = {"is_encoder": TASKS["masked-lm"].model_class(model.config) is not None}
+    model.__class__ = type(type(model).__name__, (PairLoss, type(model)), own)
     return model

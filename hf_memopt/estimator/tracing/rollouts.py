@@ -177,7 +177,7 @@ def _first_and_last(trainer, ledger: Ledger, input_ids, attention_mask, generati
         with ledger.counting_as("activations"):
             _lengthen(cache, prompt + length - 2)
         longest = torch.empty((samples, prompt + length - 1), dtype=torch.int64)
-        mask = _lengthened(attention_mask, longest.shape[1])
+        mask = torch.cat([attention_mask, attention_mask.new_ones((samples, length - 1))], dim=1)
         config = copy.copy(generation_config)
         config.cache_implementation = None  # it is the cache's
         _one_token(trainer.model, config, longest, mask, **{CACHE: cache})
@@ -226,11 +226,6 @@ def _lengthen(cache: Any, tokens: int) -> None:
             setattr(layer, name, None)
             setattr(layer, name, states.new_empty(shape))
             del states
-
-
-def _lengthened(mask: torch.Tensor, length: int) -> torch.Tensor:
-    added = torch.ones((len(mask), length - mask.shape[1]), dtype=mask.dtype)
-    return torch.cat([mask, added], dim=1)
 
 
 def _completed(trainer, prompts: torch.Tensor) -> torch.Tensor:

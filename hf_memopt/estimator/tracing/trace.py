@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 import tempfile
 import traceback
@@ -171,8 +172,11 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     sees = job.values or job.inputs is not None
     windows = fewer_windows(read_config(model)._attn_implementation) if sees else contextlib.nullcontext()
     held = job.trainer.held if job.trainer else []
-    for each in (model, *held):
-        _add_weights(each, ledger)
+    for tensor in itertools.chain.from_iterable(map(loaded_tensors, (model, *held))):
+        ledger.add(tensor)
+        ledger.classify(tensor, "parameters")
+        if tensor.is_floating_point():
+            forget(tensor)  # where the model was initialised with constants
     stacks = repeated_layers(model)
     streamer = streamer_of(model) if job.discrete_memory else None
     moved = _leave_on_load(streamer, model, ledger) if streamer is not None else 0
@@ -214,14 +218,6 @@ def _kind(job: TracedJob, model: torch.nn.Module) -> Hashable:
         return None
     trained = (name for name, weight in model.named_parameters() if weight.requires_grad)
     return type(model), frozenset(job.batch), frozenset(re.sub(r"\d+", "0", name) for name in trained)
-
-
-def _add_weights(model: torch.nn.Module, ledger: Ledger) -> None:
-    for tensor in loaded_tensors(model):
-        ledger.add(tensor)
-        ledger.classify(tensor, "parameters")
-        if tensor.is_floating_point():
-            forget(tensor)  # where the model was initialised with constants
 
 
 def _unquantized_experts(model: torch.nn.Module) -> bool:
@@ -338,9 +334,8 @@ def _staged_shards(model, quantized: bool) -> int:
     """Bytes of host memory in which every process holds what its shards are cut from: a quantized model, or trained
     weights in fp32 (accelerate 1.15, fsdp2_prepare_model, fsdp2_load_full_state_dict). Frozen ones are mapped from
     their files."""
-    if quantized:
-        return sum(weight.nbytes for weight in model.parameters())
-    return sum(4 * weight.numel() for weight in model.parameters() if weight.requires_grad)
+    held = (weight for weight in model.parameters() if quantized or weight.requires_grad)
+    return sum(weight.nbytes if quantized else 4 * weight.numel() for weight in held)
 
 
 @contextlib.contextmanager
