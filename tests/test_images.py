@@ -7,6 +7,7 @@ import pytest
 import torch
 import video_models
 from conftest import slow
+from peft import LoraConfig
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments
 
@@ -16,6 +17,7 @@ from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.spec_job import preset_spec, read_model, spec_job
 from hf_memopt.job.spec import JobSpec
+from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.presets import get_preset
 from hf_memopt.video.image_inputs import image_inputs, read_image_settings
 from hf_memopt.video.inputs import value_tensors
@@ -97,24 +99,40 @@ def test_damaged_settings_are_those_of_the_family(tmp_path):
     assert read_image_settings("qwen2.5-vl-7b")["max_pixels"] == 12845056
 
 
+SAMPLES = {
+    "two": {"images": 2},
+    "long answer": {"images": 1, "answer_tokens": 300},
+    "adapters in a checkpointed tower": {"images": 1, "image_size": "640x480"},
+}
+
+
 @pytest.mark.parametrize("name", ["qwen3_vl", slow("qwen2_5_vl"), slow("smolvlm"), slow("internvl")])
-@pytest.mark.parametrize("settings", [{"images": 2}, {"images": 1, "answer_tokens": 300}], ids=["two", "long answer"])
-def test_predicted_as_measured(name, settings, tmp_path):
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_predicted_as_measured(name, sample, tmp_path):
     folder = video_models.make(name, tmp_path / "model")
     config = AutoConfig.from_pretrained(folder)
-    images = image_inputs(str(folder), config, {"image_size": "320x240", **settings}, None)
+    images = image_inputs(str(folder), config, {"image_size": "320x240", **SAMPLES[sample]}, None)
     batch = images.batch(config, FIELDS["per_device_train_batch_size"])
     real = {name: torch.rand(value.shape) if value.device.type == "meta" else value for name, value in batch.items()}
-    predicted = estimate(config, FIELDS, 0, "cpu", video=images, task="image-text-to-text").peak_allocated_bytes
+    fields, lora = FIELDS, None
+    if "adapters" in sample:
+        fields = FIELDS | {
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"use_reentrant": False},
+        }
+        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    job = {"video": images, "task": "image-text-to-text", "peft_config": lora}
+    predicted = estimate(config, fields, 0, "cpu", **job).peak_allocated_bytes
 
     def collate(rows):  # a batch of its own, as every collator makes
         return {name: value.clone() for name, value in real.items()}
 
     def run():
         args = TrainingArguments(
-            str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, **FIELDS
+            str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, **fields
         )
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        model = add_adapters(model, lora) if lora else model
         Trainer(model=model, args=args, train_dataset=[0] * 8, data_collator=collate).train()
 
     gc.collect()
