@@ -126,8 +126,8 @@ def test_at_most_a_few_wait_to_leave(late):
         kept.append(keeper.pack(tensor))
         del tensor
     gc.collect()
-    assert sum(not storage.expired() for storage in alive) <= activation_offload._IN_FLIGHT
-    assert len(late.waiting) <= activation_offload._IN_FLIGHT
+    assert sum(not storage.expired() for storage in alive) <= activation_offload.IN_FLIGHT
+    assert len(late.waiting) <= activation_offload.IN_FLIGHT
     keeper.end()
     assert not late.waiting
 
@@ -140,7 +140,7 @@ def test_the_next_ones_come_while_one_is_used(late):
     keeper.end()
     before = late.copies
     assert torch.equal(keeper.unpack(kept[4]), tensors[4])
-    assert late.copies - before == 1 + activation_offload._IN_FLIGHT
+    assert late.copies - before == 1 + activation_offload.IN_FLIGHT
     for number in (3, 2, 1, 0):
         assert torch.equal(keeper.unpack(kept[number]), tensors[number])
     assert late.copies - before == 5, "each comes once"

@@ -45,6 +45,7 @@ from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware
 from hf_memopt.hardware.allocator import expands_segments
 from hf_memopt.hardware.attention_kernels import check_attention
+from hf_memopt.levers.activation_offload import IN_FLIGHT
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.feature import liger_replaces
 from hf_memopt.levers.token_budget import samples_within
@@ -265,9 +266,12 @@ class Job(ModelSettings):
     def unlike_layers(self) -> int:
         """The first layers, in whose backward pass less is held than in that of those above: fewer are below to be
         fetched ahead. 0 where all layers are alike."""
-        streamed = checkpointing_period({}, self.memory_args) if self.memory_args is not None else 1
-        streamed = streamed if streamed > 1 and self.memory_args.weight_streaming else 0
-        return max(streamed, self.engine.unlike_layers)
+        if self.memory_args is None:
+            return self.engine.unlike_layers
+        streamed = checkpointing_period({}, self.memory_args) * self.memory_args.weight_streaming
+        # Of checkpoints that are a tensor each, the one in use and those that are fetched ahead.
+        offloaded = (1 + IN_FLIGHT) * checkpointing_period(self.fields, self.memory_args)
+        return max(streamed, offloaded * self.memory_args.activation_offload, self.engine.unlike_layers)
 
     def _grows_linearly(self, depths: tuple[int, ...]) -> bool:
         """True if the shallow models' numbers of weights extend to the number at the model's own depth. False

@@ -21,7 +21,7 @@ from hf_memopt.levers.saved_tensors import is_dense, location, save_through, wei
 logger = logging.getLogger(__name__)
 
 _SMALLEST = 1 << 20  # bytes; launching a copy of less takes longer than the copy
-_IN_FLIGHT = 2  # tensors whose copies may be running
+IN_FLIGHT = 2  # tensors whose copies may be running
 
 
 def offload_activations(model: torch.nn.Module, compressed: bool = False) -> None:
@@ -161,7 +161,7 @@ class Offloader:
         self._moved += 1
         finalize(moved, self._free[room].append, buffer)
         self._leaving.append((tensor, self._lanes.copy(host, flat)))
-        if len(self._leaving) > _IN_FLIGHT:
+        if len(self._leaving) > IN_FLIGHT:
             self._drop_oldest()
         return moved
 
@@ -173,7 +173,7 @@ class Offloader:
     def _fetch(self, moved: Offloaded) -> torch.Tensor:
         """The elements on the device; prefetches the tensors that were offloaded before them."""
         self.end()
-        for number in range(moved.number, moved.number - 1 - _IN_FLIGHT, -1):
+        for number in range(moved.number, moved.number - 1 - IN_FLIGHT, -1):
             prefetched = self._by_number.get(number)
             if prefetched is not None and prefetched.on_device is None:
                 prefetched.on_device = torch.empty(

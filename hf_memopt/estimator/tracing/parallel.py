@@ -34,8 +34,7 @@ def on_all_cores(function: Callable[[Any], Any], items: Sequence) -> list:
     not deliver is computed here.
     """
     global _warm
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1  # that this process may use
-    cores = min(len(items), _MAX_PROCESSES, cores)
+    cores = min(len(items), _cores())
     if cores < 2 or len(items) < _FEWEST or not _can_fork():
         _warm = _warm or bool(items)
         return one_by_one(function, items)
@@ -134,6 +133,11 @@ def _shares(count: int, cores: int) -> list[list[int]]:
     of them remembers makes the second faster."""
     ends = [count * number // cores for number in range(cores + 1)]  # this process's share is the smallest
     return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
+
+
+def _cores() -> int:
+    """Cores that this process may use, where the system says so."""
+    return min(_MAX_PROCESSES, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1
 
 
 def _can_fork() -> bool:

@@ -110,9 +110,8 @@ class _Embeddings(Task):
     def model_class(self, config) -> type | None:
         kind = super().model_class(config)
         # Static: the class of a model whose libraries are missing raises when it is asked for anything.
-        if config.is_encoder_decoder or inspect.getattr_static(kind, "main_input_name", None) != "input_ids":
-            return None
-        return kind if "input_ids" in inspect.signature(kind.forward).parameters else None
+        text = not config.is_encoder_decoder and inspect.getattr_static(kind, "main_input_name", None) == "input_ids"
+        return kind if text and "input_ids" in inspect.signature(kind.forward).parameters else None
 
 
 EMBEDDINGS = "feature-extraction"  # Hugging Face's name of embedding models
@@ -175,15 +174,11 @@ def find_task(name: str, config) -> str:
     for task in named:
         if TASKS[task].model_class(config) is not None:
             return task
+    known = ", ".join(task for task, row in TASKS.items() if row.model_class(config) is not None)
     raise InputError(
         f"task={name}: transformers has no {TASKS[named[0]].auto_class} of model type {config.model_type!r}; "
-        f"{_known_tasks(config)}"
+        + (f"its tasks: {known}" if known else "it has none that a Trainer trains")
     )
-
-
-def _known_tasks(config) -> str:
-    tasks = [task for task, row in TASKS.items() if row.model_class(config) is not None]
-    return f"its tasks: {', '.join(tasks)}" if tasks else "it has none that a Trainer trains"
 
 
 def infer_task(config) -> str:
