@@ -4,6 +4,7 @@ benchmarks/estimator_cpu.py has the wide comparison; here are the kinds of job w
 """
 
 import tempfile
+from random import Random
 
 import pytest
 import torch
@@ -126,6 +127,51 @@ def test_extending_two_shallow_traces_equals_tracing_all_layers(fields, lora, mo
     extended = estimate(_config(14), fields, LENGTH, "rtx_4090", lora)
     monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
     assert estimate(_config(14), fields, LENGTH, "rtx_4090", lora).breakdown == extended.breakdown
+
+
+def _memory_job(number: int):
+    """A random job with features of memory: fields, features, adapters, strategy."""
+    drawn = Random(number)
+    fields = {"bf16": drawn.random() < 0.7, "gradient_accumulation_steps": drawn.choice([1, 2]), "max_grad_norm": 0.0}
+    how = drawn.choice([None, {}, {}, {"every_n_layers": 2}, {"every_n_layers": 3}, {"offload": True}])
+    if how is not None:
+        fields |= {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": False, **how}}
+    features = {
+        "activation_offload": True,
+        "activation_compression": "int8",
+        "checkpoint_ratio": 0.5,
+        "checkpoint_keeps": "attention",
+        "mlp_tile_size": 512,
+        "weight_streaming": True,
+        "optimizer_cpu_offload": True,
+        "optimizer_in_backward": True,
+        "adam_mini": True,
+    }
+    chosen = drawn.sample(list(features), drawn.choice([1, 2]))
+    lora = _lora() if "weight_streaming" in chosen or drawn.random() < 0.4 else None
+    strategy = drawn.choice([None, None, "ddp", "fsdp2", "zero2"])
+    return fields, MemoryArguments(**{name: features[name] for name in chosen}), lora, strategy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(100))
+def test_jobs_with_features_of_memory_extend_too(number, monkeypatch):
+    """Most fetch ahead, of which a model of few layers has not enough."""
+    fields, memory_args, lora, strategy = _memory_job(number)
+
+    def found():
+        job = {"memory_args": memory_args, "strategy": strategy, "world_size": 4 if strategy else 1}
+        fields["per_device_train_batch_size"] = 1
+        return estimate(_config(18), fields, 2048, "rtx_4090", lora, **job)
+
+    try:
+        extended = found()
+    except InputError:  # what does not go together is refused (test_levers_together.py)
+        return
+    monkeypatch.setattr(extrapolate, "_TRACED_WHOLE", 99)
+    whole = found()
+    assert extended.peak_allocated_bytes == pytest.approx(whole.peak_allocated_bytes, rel=0.002)
+    assert extended.host_bytes == pytest.approx(whole.host_bytes, rel=0.002)
 
 
 @pytest.mark.parametrize("dense", [1, slow(3)])

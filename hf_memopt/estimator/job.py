@@ -268,7 +268,7 @@ class Job(ModelSettings):
         fetched ahead. 0 where all layers are alike."""
         if self.memory_args is None:
             return self.engine.unlike_layers
-        streamed = checkpointing_period({}, self.memory_args) * self.memory_args.weight_streaming
+        streamed = max(2, checkpointing_period({}, self.memory_args)) * self.memory_args.weight_streaming
         # Of checkpoints that are a tensor each, the one in use and those that are fetched ahead.
         offloaded = (1 + IN_FLIGHT) * checkpointing_period(self.fields, self.memory_args)
         return max(streamed, offloaded * self.memory_args.activation_offload, self.engine.unlike_layers)
