@@ -196,11 +196,15 @@ FSDP2 = {"strategy": "fsdp2", "world_size": 4}
         (["fsdp_config={activation_checkpointing: false}"], False),
         (["fsdp_config={fsdp_activation_checkpointing: false}"], False),
         (["fsdp_config={reshard_after_forward: false}"], True),
+        (["activation_checkpointing_kwargs={offload: true}"], True),
+        (["gradient_checkpointing_kwargs={every_n_layers: 2}"], True),
     ],
 )
 def test_the_users_checkpointing_replaces_the_presets(settings, checkpoints):
     """`activation_checkpointing=false` was ignored, since a preset's fsdp_config says otherwise."""
-    assert bool(resolved(*settings, **FSDP2).at_depth(1).fields.get("activation_checkpointing")) is checkpoints
+    job = resolved(*settings, **FSDP2)
+    assert bool(job.at_depth(1).fields.get("activation_checkpointing")) is checkpoints
+    assert not (job.engine.checkpointing and job.fields.get("activation_checkpointing"))
 
 
 @pytest.mark.parametrize("task", ["sft", "reward"])

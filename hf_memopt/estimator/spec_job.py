@@ -111,6 +111,8 @@ def spec_job(spec: JobSpec) -> Job:
     device = spec.hardware if isinstance(spec.hardware, Hardware) else preset.hardware
     if fields.get("use_cpu") and device.backend != "cpu":
         raise InputError(f"use_cpu=true trains on the CPU, and hardware is {device.label}: use hardware=cpu")
+    if {"offload", "every_n_layers"}.intersection(fields.get("activation_checkpointing_kwargs") or ()):
+        fields = {"activation_checkpointing": True, **fields}  # FSDP's own has no such choice
     row = TRL_TASKS.get(spec.task)
     resolved = resolve(preset, world_size, fields, row and row.config_class)
     if deepspeed:
@@ -136,7 +138,7 @@ def spec_job(spec: JobSpec) -> Job:
         peft_config=preset.peft_config(**spec.lora),
         dtype=preset.dtype,
         world_size=world_size,
-        strategy=_strategy(preset, world_size, bool(deepspeed or fields.get("fsdp"))),
+        strategy=None if deepspeed or fields.get("fsdp") else _strategy(preset, world_size),
         expandable=spec.tool.expandable if spec.tool else bool(preset.name) or expands_segments(),
         quantization_config=quantization_config(spec),
         task=spec.task,
@@ -188,10 +190,8 @@ def quantization_config(spec: JobSpec):
     return BitsAndBytesConfig(**settings)
 
 
-def _strategy(preset: Preset, world_size: int, by_fields: bool) -> str | None:
-    """The preset's, which on one process shards nothing; None where fields start the engine."""
-    if by_fields:
-        return None
+def _strategy(preset: Preset, world_size: int) -> str:
+    """The preset's, which on one process shards nothing."""
     return "none" if world_size == 1 and preset.engine.fsdp_version else preset.strategy
 
 
