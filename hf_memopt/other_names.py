@@ -21,7 +21,7 @@ def meant_by(kind: str, name: str, known: Collection[str]) -> str | None:
     """
     is_setting = kind.endswith(" field") or kind.startswith("argument")
     section = "setting" if is_setting else kind.removeprefix("preset or ")
-    meanings = _table().get(section, {}).get(plain_word(name), ())
+    meanings = {**_table().get(kind, {}), **_table().get(section, {})}.get(plain_word(name), ())
     fitting = (meaning for meaning in meanings if meaning in known or meaning.split()[0] in known)
     return next(fitting, meanings[-1] if meanings else None)
 

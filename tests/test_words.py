@@ -34,3 +34,10 @@ def test_the_meaning_that_is_known_comes_first(known, expected, monkeypatch):
     assert other_names.meant_by("argument of a recipe", "Wo-rd", known) == expected
     assert other_names.meant_by("TrainingArguments field", "word", known) == expected
     assert other_names.meant_by("preset or option", "word", known) is None
+
+
+@pytest.mark.parametrize("word", ["hardware", "world_size", "strategy", "method", "sequence_parallel", "host_memory"])
+def test_an_option_behind_set_is_said_to_be_one(word):
+    """A recipe has none of them."""
+    assert other_names.meant_by("TrainingArguments field", word, ()) == f"--{word.replace('_', '-')}"
+    assert other_names.meant_by("argument", word, ()) is None
