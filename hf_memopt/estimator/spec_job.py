@@ -138,7 +138,12 @@ def spec_job(spec: JobSpec) -> Job:
         peft_config=preset.peft_config(**spec.lora),
         dtype=preset.dtype,
         world_size=world_size,
-        strategy=None if deepspeed or fields.get("fsdp") else _strategy(preset, world_size),
+        # Fields start an engine, or the preset does: on one process FSDP shards nothing.
+        strategy=None
+        if deepspeed or fields.get("fsdp")
+        else "none"
+        if world_size == 1 and preset.engine.fsdp_version
+        else preset.strategy,
         expandable=spec.tool.expandable if spec.tool else bool(preset.name) or expands_segments(),
         quantization_config=quantization_config(spec),
         task=spec.task,
@@ -188,11 +193,6 @@ def quantization_config(spec: JobSpec):
 
         settings = {"llm_int8_skip_modules": not_quantized(spec.config, AutoModelForImageTextToText), **settings}
     return BitsAndBytesConfig(**settings)
-
-
-def _strategy(preset: Preset, world_size: int) -> str:
-    """The preset's, which on one process shards nothing."""
-    return "none" if world_size == 1 and preset.engine.fsdp_version else preset.strategy
 
 
 def _leave_out_checkpointing(config, task: str | None, resolved: dict) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import re
 import tempfile
 import traceback
@@ -172,11 +171,8 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     sees = job.values or job.inputs is not None
     windows = fewer_windows(read_config(model)._attn_implementation) if sees else contextlib.nullcontext()
     held = job.trainer.held if job.trainer else []
-    for tensor in itertools.chain.from_iterable(map(loaded_tensors, (model, *held))):
-        ledger.add(tensor)
-        ledger.classify(tensor, "parameters")
-        if tensor.is_floating_point():
-            forget(tensor)  # where the model was initialised with constants
+    for each in (model, *held):
+        _add_weights(each, ledger)
     stacks = repeated_layers(model)
     streamer = streamer_of(model) if job.discrete_memory else None
     moved = _leave_on_load(streamer, model, ledger) if streamer is not None else 0
@@ -218,6 +214,15 @@ def _kind(job: TracedJob, model: torch.nn.Module) -> Hashable:
         return None
     trained = (name for name, weight in model.named_parameters() if weight.requires_grad)
     return type(model), frozenset(job.batch), frozenset(re.sub(r"\d+", "0", name) for name in trained)
+
+
+def _add_weights(model: torch.nn.Module, ledger: Ledger) -> None:
+    """In a function of its own, which holds no weight when it has ended: FSDP lets go of whole ones."""
+    for tensor in loaded_tensors(model):
+        ledger.add(tensor)
+        ledger.classify(tensor, "parameters")
+        if tensor.is_floating_point():
+            forget(tensor)  # where the model was initialised with constants
 
 
 def _unquantized_experts(model: torch.nn.Module) -> bool:
