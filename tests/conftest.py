@@ -135,9 +135,11 @@ def nothing_frozen():
     freeze_imports()
 
 
-_KEPT = {None: 7, "slow": 1, "pages": 2}  # cases of one test in a run: make test has 3 minutes, make test-long 15
-_TURNS = 3  # of the slow tests, one of which each run takes
-_SLICES = 30  # of the sweeps, one of which each CI run takes
+# Cases of one test in a run, and how many runs it takes for each test to have its turn: make test has 3 minutes,
+# make test-long 15.
+_KEPT = {None: 7, "engines": 2, "pages": 2, "slow": 1}
+_TURNS = {None: 1, "engines": 3, "pages": 3, "slow": 6}
+_SLICES = 60  # of the sweeps, one of which each CI run takes
 
 
 @cache
@@ -155,19 +157,19 @@ def _number(text: str) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers
 def pytest_collection_modifyitems(items):
-    """Of a test with more cases than _KEPT, or its own drawn(number), that many are drawn, of a slow one where it has
-    its turn; those marked as kept stay beside them. make test-sweeps runs the others, and make test-long a slice of
-    them. Engines come first."""
+    """Of a test with more cases than _KEPT, or its own drawn(number), that many are drawn where it has its turn; those
+    marked as kept stay beside them. make test-sweeps runs the others, and make test-long a slice of them. Engines come
+    first."""
     tests: dict[tuple[str, str | None, int], list] = {}
     for item in items:
         marks = {marker.name for marker in item.iter_markers()}
-        kind = next((kind for kind in ("slow", "pages") if kind in marks), None)
-        if not marks & {"sweep", "kept"} and (kind or not marks & {"engines", "cuda"}):
+        kind = next((kind for kind in ("engines", "pages", "slow") if kind in marks), None)
+        if not marks & {"sweep", "kept", "cuda"}:
             drawn = item.get_closest_marker("drawn")
             most = _KEPT[kind] if drawn is None else min(drawn.args[0], _KEPT[kind] if kind else len(items))
             tests.setdefault((item.nodeid.split("[")[0], kind, most), []).append(item)
     for (name, kind, most), cases in tests.items():
-        if kind and (_number(name) - _number(drawn_by())) % _TURNS:
+        if (_number(name) - _number(drawn_by())) % _TURNS[kind]:
             most = 0
         for item in sorted(cases, key=lambda item: _number(f"{drawn_by()} {item.nodeid}"))[most:]:
             item.add_marker("sweep")

@@ -166,6 +166,7 @@ def test_rows_that_a_recipe_refuses_are_refused(rows, asked, reason, jsonl):
         find_use(str(jsonl(rows)), asked)
 
 
+@pytest.mark.slow
 def test_rows_longer_than_a_sample_are_counted(jsonl, builtin_model):
     """By the model's tokenizer where it is here, whose chat template counts, too; by bytes where it is not."""
     source = str(jsonl([{"prompt": "a " * count, "completion": "b"} for count in (10, 100, 300)]))
@@ -215,6 +216,7 @@ def test_columns_that_are_ignored(jsonl, no_progress_bars):
         find_use(source, ignore=("labels",))
 
 
+@pytest.mark.slow
 def test_what_is_not_a_file_of_rows(tmp_path):
     assert find_use("trl-lib/Capybara") is None
     for nowhere in ("nowhere.jsonl", "nowhere.parquet", "./nowhere"):

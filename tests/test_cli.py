@@ -211,6 +211,7 @@ def test_doctor_knows_windows_and_wsl(system, release, says, monkeypatch):
     assert says in notes[0] if says else notes == []
 
 
+@pytest.mark.slow
 def test_doctor_as_json():
     done = run_forked("hf-memopt", "doctor", "--json")
     assert done.returncode == 0, done.stderr

@@ -124,6 +124,7 @@ def test_without_deepspeed_the_rest_is_checked_and_the_answer_says_so(tmp_path, 
     assert [fault.text for fault in bad.faults] == ["zero_optimization.stage=9 must be 0, 1, 2 or 3"]
 
 
+@pytest.mark.slow
 def test_json_is_printed_alone(tmp_path):
     (tmp_path / "a.json").write_text('{\n "train_batch_size": 8,\n "amp": {}\n}')
     done = run("hf-memopt", "doctor", tmp_path / "a.json", "--json")
@@ -140,6 +141,7 @@ def test_the_processes_of_a_launch_are_those_of_its_command_line(tmp_path):
         check_config_file(path)
 
 
+@pytest.mark.slow
 def test_a_running_jobs_state_is_not_asked(tmp_path):
     """Of a job that accelerate has started already, the file is asked anew."""
     text = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: FULL}\n"

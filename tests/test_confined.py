@@ -212,6 +212,7 @@ time.sleep(600)
     assert wait_until(lambda: [path.name for path in tmp_path.iterdir()] == ["train.py"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="traces are forked on Linux")
 def test_forked_traces_end_with_a_killed_parent(tmp_path):
     program = (

@@ -14,6 +14,7 @@ from hf_memopt import InputError, TrainingOutOfMemory
 from hf_memopt.program import run
 
 
+@pytest.mark.slow
 def test_one_sample_that_does_not_fit_ends_the_run(tmp_path):
     """Diagnosis, checkpoint of the last good step, exit code 75; resuming gives the uninterrupted run."""
     fields = {"max_steps": 6, "per_device_train_batch_size": 2}

@@ -215,6 +215,7 @@ def test_a_presets_adapters_are_those_of_the_models_task(kind, sizes, task, task
     assert bool(heads) is (task_type in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"))
 
 
+@pytest.mark.slow
 def test_a_video_model_whose_positions_are_made_from_numbers_under_zero3():
     """zero.Init leaves its own torch.tensor behind, and transformers makes a tensor of one number from each sample."""
     config, *_ = qwen2_5_vl()
@@ -301,6 +302,7 @@ def _evaluating(folder, **fields):
 LOGITS = 60 * 128 * 128 * 4  # bytes of the whole evaluation
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("fields", "kept"),
@@ -329,6 +331,7 @@ def test_logits_moved_to_the_host_are_in_host_bytes(tmp_path):
     assert host(batch_eval_metrics=True) - without == LOGITS // 30
 
 
+@pytest.mark.slow
 def test_logits_that_wait_for_metrics_are_proposed_to_go_to_the_host(tmp_path):
     """transformers#12878: the change whose own answer fits is proposed, and nothing where they do not wait."""
     kept = describe_trainer(_evaluating(tmp_path), "rtx_3060", None, None)
@@ -343,6 +346,7 @@ def test_logits_that_wait_for_metrics_are_proposed_to_go_to_the_host(tmp_path):
         assert EVAL_ACCUMULATION.settings_for(facts_of(job)) is None
 
 
+@pytest.mark.slow
 def test_no_line_goes_through_two_points_of_one_moment():
     """Between steps first gradients are held, then the next batches: of 160 samples these are more than the gradients
     of the shallower trace, and less than those of the deeper one."""
@@ -382,6 +386,7 @@ def test_adapters_on_a_vision_tower_that_initializes_by_values():
     assert estimate(gemma_with_vision(), {}, 16, "l40s", peft_config=LoraConfig(target_modules=["q_proj"])).fits
 
 
+@pytest.mark.slow
 def test_a_tower_that_text_does_not_reach_is_found_once(monkeypatch):
     """Its weights get no states, which the first trace finds out: a second one of other sizes begins with that."""
     config, followed, follow = gemma_with_vision(), [], trace._followed
@@ -455,6 +460,7 @@ class _LossOfPairs(torch.nn.Module):
         return sum(self.model(**{**inputs, "input_ids": ids}).loss for ids in (inputs["input_ids"],) * 2)
 
 
+@pytest.mark.slow
 def test_a_loss_that_holds_the_model_names_none_of_its_layers_anew(tmp_path, monkeypatch):
     """The gradients of its last layer had a name with the layer's number, by which a deeper model has none: 3 % of an
     embedding model with checkpointing were missing."""

@@ -58,6 +58,7 @@ def test_several_devices_and_4_bits_on_the_command_line(model_folder, command):
     assert packed["breakdown"]["parameters"] < lora["breakdown"]["parameters"]
 
 
+@pytest.mark.slow
 def test_show_tells_what_the_reference_model_is_predicted_to_need():
     """The shipped file is what estimating anew gives; the cheapest row is made again."""
     from hf_memopt.estimator.preset_estimates import reference_estimate

@@ -174,6 +174,7 @@ def test_jobs_with_features_of_memory_extend_too(number, monkeypatch):
     assert extended.host_bytes == pytest.approx(whole.host_bytes, rel=0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dense", [1, slow(3)])
 def test_layers_of_another_kind_come_first(dense, monkeypatch):
     """The layer above them runs one of them again in its backward pass, where the last one runs its own kind."""
@@ -202,6 +203,7 @@ def test_weights_of_unlike_layers_are_counted():
         assert outside + 12 * layer == sum(job.trained_sizes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("micro", "length"), [(1, 4096), (4, 1024)])
 def test_no_line_goes_through_the_peaks_of_two_moments(micro, length, monkeypatch):
     """The shallower model's backward has its peak in the loss, the deeper one's where all gradients exist before the

@@ -161,6 +161,7 @@ def test_layers_of_several_kinds_extend(kind, layers, more, strategy, monkeypatc
     assert extended == pytest.approx(found().peak_allocated_bytes, rel=0.001)
 
 
+@pytest.mark.slow
 def test_a_line_that_is_not_the_models_is_no_estimate(monkeypatch):
     """Where a layer is unlike the others and extrapolate.py does not know it, the replay of all layers shows it."""
     monkeypatch.setattr("hf_memopt.engines.engine.Engine.unlike_layers", 0)
@@ -247,6 +248,7 @@ def test_the_limits_of_zero_3_hold_at_full_depth(group, monkeypatch):
         assert extended[phase] == pytest.approx(whole[phase], rel=0.03), phase
 
 
+@pytest.mark.slow
 def test_what_zero_init_makes_is_not_remembered_as_the_operators(monkeypatch):
     """zero.Init makes 16 bits of what torch.ones() returns; jobs that come later in a process have their own."""
     monkeypatch.setattr(FakeTensorMode, "cache", {})
@@ -343,6 +345,7 @@ def test_a_quantized_model_is_whole_on_every_host_while_fsdp2_shards_it():
     assert hosts[1:] == pytest.approx(hosts[:1] * 2, rel=0.005)
 
 
+@pytest.mark.slow
 def test_zero_3_saves_no_packed_weights():
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig

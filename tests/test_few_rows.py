@@ -113,6 +113,7 @@ def test_a_short_stream_fills_its_first_step(name, count, loaded, caplog):
 QUICK = {"preset": "cpu", "disable_tqdm": "true", "report_to": "none", "max_steps": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "count", "more"),
@@ -183,6 +184,7 @@ def test_evaluation_generates_whole_groups(loaded):
     assert len(held_out) == 2 and args.per_device_eval_batch_size % args.num_generations == 0
 
 
+@pytest.mark.slow
 def test_held_out_rows_without_an_answer_are_not_evaluated(recipe, jsonl, tmp_path, caplog):
     """The one row held out has its answer beyond max_length; the other one can be trained on."""
     long = {"prompt": "word " * 300, "completion": "lost"}
@@ -195,6 +197,7 @@ def test_held_out_rows_without_an_answer_are_not_evaluated(recipe, jsonl, tmp_pa
     assert "note: held_out: no row of it has an answer within 256 tokens" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "grpo"])
 def test_a_batch_that_is_dropped_is_no_training(name, recipe, data, tmp_path):
     """The Trainer would end after no step, as if all were well; prompts are repeated to fill a batch."""

@@ -155,6 +155,7 @@ def _axolotl(tmp_path, **changes):
     return file
 
 
+@pytest.mark.slow
 def test_estimate_plan_and_the_edited_file_agree(command, tmp_path):
     file = _axolotl(tmp_path)
     code, output, errors = command("estimate", str(file), "--hardware", "cpu", "--json")
@@ -399,6 +400,7 @@ def test_launchers_processes_and_precision():
     assert fields(f"accelerate launch {job} --no_gradient_checkpointing")["training.activation_checkpointing"] is False
 
 
+@pytest.mark.slow
 def test_torchtunes_adapters_have_the_models_dtype_and_pefts_are_in_fp32(command, tmp_path):
     changes = {"adapter": "lora", "lora_r": 64, "bf16": True}
     estimates = []
@@ -425,6 +427,7 @@ def test_axolotls_fsdp2_keeps_no_fp32_masters(adapter, masters, tmp_path):
     assert spec.dtype == "bfloat16" and spec.training["bf16"] is masters
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_an_optimizer_that_the_file_chose(command, tmp_path):
     file = _axolotl(tmp_path, adapter="", optimizer="paged_adamw_8bit")
     code, output, _ = command("plan", str(file), "--hardware", "rtx_4090", "--json")

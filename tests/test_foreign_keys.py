@@ -50,6 +50,7 @@ def test_ms_swift_accumulates_to_16_samples_over_all_devices(batch, devices, acc
     assert fields["training.gradient_accumulation_steps"] == accumulation
 
 
+@pytest.mark.slow
 def test_the_devices_of_the_command_line_count(command):
     words = "swift sft --model Qwen/Qwen2.5-0.5B --max_length 64"
     _, output, _ = command("estimate", words, "--hardware", "rtx_4090", "--world-size", "4", "--json")

@@ -27,6 +27,7 @@ def test_rewards_of_the_built_in_model_rise(recipe, tmp_path, capsys):
     assert float(last) > 0.05 + float(first)
 
 
+@pytest.mark.slow
 def test_the_built_in_model_trains(recipe, tmp_path, capsys):
     trainer = recipe("grpo")([*QUICK, "--max_steps", "3", "--output_dir", str(tmp_path / "out")])
     assert re.search(r"reward correct: [\d.]+ at step 1 → [\d.]+ at step 3", capsys.readouterr().out)

@@ -75,6 +75,7 @@ def test_a_sample_has_the_length_that_was_asked_for():
     )
 
 
+@pytest.mark.slow
 def test_what_is_no_picture_is_refused():
     config = load_config("qwen3-vl-8b")
     for settings, seq_len, message in [
@@ -139,6 +140,7 @@ def test_predicted_as_measured(name, sample, tmp_path):
     assert predicted == pytest.approx(allocator_peak(run), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clips", [{"images": 1}, {"max_frames": 8}], ids=["images", "videos"])
 def test_every_depth_has_the_same_segments(clips):
     """Qwen3-VL has three mergers between its tower and its text layers, which are no layers of a model of three."""
@@ -150,6 +152,7 @@ def test_every_depth_has_the_same_segments(clips):
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_images(command, tmp_path):
     folder = video_models.make("qwen3_vl", tmp_path, weights=False)
     words = ("--hardware", "rtx_4090", "--method", "lora", "--set", "images=2", "--set", "image_size=640x480")

@@ -135,6 +135,7 @@ def _watched(capacity: float, **arguments):
     return prepare
 
 
+@pytest.mark.slow
 def test_micro_batches_shrink_before_memory_runs_out_and_grow_back(tmp_path, capsys):
     """Batches of up to 4 × 29 × 3 elements take up to 99 % on top of the 30 % that rest there."""
     fields = {"max_steps": 30, "learning_rate": 0.0, "logging_strategy": "steps", "logging_steps": 1}

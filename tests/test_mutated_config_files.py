@@ -67,6 +67,7 @@ def agree(contents, verdicts, examined):
     assert len(contents) / 5 < refused < len(contents) * 0.95
 
 
+@pytest.mark.slow
 def test_mutated_deepspeed_files(tmp_path):
     contents = mutations(DEEPSPEED, json.loads, 400)
     paths = [tmp_path / f"{number}.json" for number in range(len(contents))]
@@ -75,6 +76,7 @@ def test_mutated_deepspeed_files(tmp_path):
     agree(contents, deepspeed_verdicts(contents), examine_files(paths).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [30, slow(150)])
 def test_mutated_accelerate_files(number, tmp_path):
     contents = mutations(ACCELERATE, yaml.safe_load, number)

@@ -55,6 +55,7 @@ def test_other_models_are_proposed_after_the_family():
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.slow
 def test_smaller_models_are_tried_with_single_samples(monkeypatch):
     """Where the weights alone are too large, the choice that needs the least may have any micro-batch."""
     tried = []
@@ -86,6 +87,7 @@ def test_more_devices_of_which_each_holds_as_much_are_not_tried():
     assert not _falls_short(replace(more, levels=more.levels | {"length": 1}), failed, estimate)
 
 
+@pytest.mark.slow
 def test_a_few_tries_come_to_a_much_smaller_model():
     """Of models that a card's memory holds by their weights alone, several of nearly one size come first."""
     spec = settle(JobSpec(model="qwen3.5-397b-a17b", hardware="rtx_4090", method="qlora", seq_len=2048), "qlora")

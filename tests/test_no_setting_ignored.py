@@ -227,6 +227,7 @@ def test_trls_tasks_hold_their_share_of_the_weights(strategy, method):
         assert sft[phase] <= 1.02 * plain[phase], phase
 
 
+@pytest.mark.slow
 def test_weights_that_stay_gathered_take_more():
     from transformers import AutoConfig
 

@@ -47,6 +47,7 @@ def test_a_gradient_is_gone_when_the_next_one_comes():
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch", slow("adafactor"), slow("adamw_8bit"), slow("sgd")])
 def test_an_estimate_has_no_gradients_at_the_step(optim, tmp_path):
     """Of a model whose weights are most of its memory: the estimate held all gradients at once, as usual steps do."""

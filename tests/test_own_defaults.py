@@ -30,6 +30,7 @@ def _answered(command, *words) -> dict:
     return json.loads(out)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("tool", SMALLEST)
 def test_gpt_oss_trains_dequantized_and_with_its_own_attention(tool, command, tmp_path):
@@ -41,6 +42,7 @@ def test_gpt_oss_trains_dequantized_and_with_its_own_attention(tool, command, tm
     assert any("mxfp4 weights are dequantized" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", slow("full")])
 def test_an_estimate_of_it_needs_no_more_words(method, command):
     found = _answered(command, "estimate", "gpt-oss-20b", "--hardware", "h200", "--method", method, "--seq-len", "64")
@@ -62,6 +64,11 @@ def test_the_smallest_file_of_a_tool_is_answered(model, command, tmp_path):
     assert (tool == "trl.yaml" or model == "deepseek-v3") if refused else code in (0, 1), errors
 
 
+# Weights of adapters of rank 8 at q, k, v and o.
+ATTENTION_OF_30B_A3B = 48 * 8 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+
+
+@pytest.mark.slow
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("tool", [tool for tool in SMALLEST if tool != "trl.yaml"])
 def test_experts_that_are_no_linear_layers_have_no_adapters(tool, command, tmp_path):
@@ -69,8 +76,16 @@ def test_experts_that_are_no_linear_layers_have_no_adapters(tool, command, tmp_p
     file = tmp_path / tool
     file.write_text(SMALLEST[tool].format(model="Qwen/Qwen3-30B-A3B"))
     found = _answered(command, "estimate", file, "--hardware", "h200", "--set", "optim=adamw_torch")
-    sizes = 48 * 8 * (2 * (2048 + 4096) + 2 * (2048 + 512))
-    assert found["breakdown"]["optimizer_states"] == pytest.approx(2 * 4 * sizes, rel=0.01)
+    assert found["breakdown"]["optimizer_states"] == pytest.approx(2 * 4 * ATTENTION_OF_30B_A3B, rel=0.01)
+
+
+def test_nor_have_they_where_trl_adds_the_adapters(command, tmp_path):
+    file = tmp_path / "llama_factory.yaml"
+    file.write_text(
+        SMALLEST[file.name].format(model="Qwen/Qwen3-30B-A3B").replace("stage: sft", "stage: dpo") + "pref_beta: 0.1\n"
+    )
+    found = _answered(command, "estimate", file, "--hardware", "h200", "--set", "optim=adamw_torch")
+    assert found["breakdown"]["optimizer_states"] == pytest.approx(2 * 4 * ATTENTION_OF_30B_A3B, rel=0.01)
 
 
 @pytest.mark.slow

@@ -154,6 +154,7 @@ def test_an_oom_at_any_stage_is_recovered_or_refused(name, plain, tmp_path):
             check(name, stage, plain, tmp_path, {})
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("reduction", ["sample_mean", slow("token_mean")])
 # Not R-Drop: with dropout, chunks draw other masks than the whole.

@@ -42,6 +42,7 @@ def test_methods_are_compared_over_the_same_step(planned, monkeypatch):
     assert all(one.to_dict()["device_bytes"] <= (memory or 8 * GIB) for one in found.methods)
 
 
+@pytest.mark.slow
 def test_a_preset_is_planned_by_its_own_method():
     found = plan(config(2), get_preset("rtx_3060", "lora"))
     assert found.spec.preset.method == "lora" and not found.methods

@@ -42,6 +42,7 @@ def test_a_trace_computes_in_one_thread(monkeypatch, two_threads):
     assert set(threads) == {1} and torch.get_num_threads() == 2
 
 
+@pytest.mark.slow
 def test_the_command_line_imports_no_compiler():
     code = (
         "import sys; from hf_memopt.cli.estimate import import_libraries; import_libraries(); "
@@ -90,6 +91,7 @@ def test_one_job_is_traced_in_this_process(two_cores):
     assert len(set(parallel.on_all_cores(lambda _: os.getpid(), [1, 2, 3]))) == 2
 
 
+@pytest.mark.slow
 def test_jobs_with_the_same_batch_are_traced_by_the_same_process(two_cores):
     spec = spec_for(config(8))
     jobs = baseline_jobs(spec, list_choices(spec))

@@ -144,6 +144,7 @@ def test_videos_are_launched_with_their_frames():
     assert parsed.freeze_vision and not parsed.freeze_projector
 
 
+@pytest.mark.slow
 def test_json_and_exported_files(command, tmp_path):
     folder = tmp_path / "run"
     (tmp_path / "model").mkdir()

@@ -19,6 +19,7 @@ def job():
     return {"model": config(2), "hardware": "rtx_3060", "effective_batch_size": 8, "seq_len": 128, "method": "lora"}
 
 
+@pytest.mark.slow
 def test_nothing_is_estimated(job, monkeypatch):
     monkeypatch.setattr(search, "estimate_jobs", None)
     quick = plan(**job, quick=True)

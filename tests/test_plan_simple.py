@@ -85,6 +85,7 @@ def test_fsdp2_widens_what_is_trained_and_nothing_else():
     assert loaded["lora"] == pytest.approx(1, rel=0.01)
 
 
+@pytest.mark.slow
 def test_safe_is_plain_where_anything_plain_fits(spec_and_search):
     _, search = spec_and_search
     plain, others = 0, 0

@@ -26,6 +26,7 @@ def test_the_clusters_have_presets():
     assert {"l40s_x4", "a100_80gb_x8", "h100_80gb_x8"} <= set(list_presets())
 
 
+@pytest.mark.slow
 def test_a_device_without_a_preset_trains_with_its_own_settings(tmp_path, subtests):
     for name in sorted(set(list_hardware()) - set(list_presets())):
         with subtests.test(name=name):

@@ -106,6 +106,7 @@ def test_estimate_and_plan_propose_the_same_and_it_fits(number, tmp_path):
 _TOOL = Tool(name="TRL", features=frozenset({"optim.adamw_torch", "training.activation_checkpointing"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"tool": _TOOL}, {"training": {"optim": "adamw_torch"}}])
 def test_where_nothing_fits_changes_are_looked_for_once(more, monkeypatch):
     """With what another tool's file leaves open, and of a method that was chosen among several."""

@@ -339,6 +339,7 @@ NF4 = BitsAndBytesConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("strategy", ["none", "fsdp2", "fsdp2_offload_cpu"])
 @pytest.mark.parametrize(

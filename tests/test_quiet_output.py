@@ -109,6 +109,7 @@ def test_tokenizers_do_not_warn_of_what_is_cut():
     assert kept == [False, True]
 
 
+@pytest.mark.slow
 def test_a_launch_of_two_processes_leaves_nothing_and_says_nothing(tmp_path):
     """launch.sh up to the recipe, in whose place a script stands."""
     done = run("hf-memopt", "export", "cpu_x2", tmp_path / "setup", "--recipe", "pretrain")

@@ -205,6 +205,7 @@ def test_streaming(recipe, jsonl, tmp_path):
     assert trainer.state.global_step == 3
 
 
+@pytest.mark.slow
 def test_no_rows_held_out(recipe, jsonl, tmp_path):
     arguments = [*QUICK[:-2], "--held_out", "0", "--dataset_name", jsonl(QUESTIONS), "--max_steps", "1"]
     trainer = recipe("sft")([*arguments, "--output_dir", str(tmp_path / "out")])

@@ -59,7 +59,7 @@ def test_texts_are_those_that_were_frozen(command, asked, subtests):
             assert not list(regress.differences(frozen[line], asked(line)))
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(8)
 @lines(small=True)
 def test_small_answers_are_those_that_were_frozen(line, asked):
     """Every figure and word of them; make regress ARGS=--freeze, where they are meant to change."""
@@ -81,6 +81,7 @@ sys.exit(regress.main())
 """
 
 
+@pytest.mark.slow
 def test_a_frozen_answer_that_is_another_fails(tmp_path):
     """One line is asked again, whose frozen answer is a byte off."""
     frozen = json.loads(regress.FROZEN.read_text())

@@ -147,6 +147,7 @@ def test_runs_side_by_side(tmp_path):
     assert text.index('<th scope="col">one') < text.index('<th scope="col">other') and "qlora" in text
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path, command, monkeypatch):
     one = write_run(tmp_path / "one", report(), READINGS)
     other = write_run(tmp_path / "other", report(method="qlora"), READINGS)

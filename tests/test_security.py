@@ -92,6 +92,7 @@ def listed() -> set[tuple[str, str, str]]:
     return set(re.findall(r"^\| `([^`|]+)` \| `([^`|]+)` \| `([^`|]+)` \| \S", section, re.M))
 
 
+@pytest.mark.slow
 def test_the_table_is_complete_and_true():
     found = {
         (str(file.relative_to(ROOT)), where, name)

@@ -34,6 +34,7 @@ def _spec(hardware="h100_80gbx8", **changes) -> JobSpec:
     return replace(spec, effective_batch_size=32, **changes)
 
 
+@pytest.mark.slow
 def test_a_plan_without_room_for_a_sample_names_the_command_that_shares_it():
     """28 heads are shared by four of eight devices; the command is what export and the recipe read."""
     found = shared_samples(_spec(), None)
@@ -80,6 +81,7 @@ def shared(count: int = 4, config=CONFIG, strategy="zero3", fields=None, seq_len
     )
 
 
+@pytest.mark.slow
 def test_each_device_has_its_part_of_the_activations():
     """Half of them under four devices when shared by eight; the engine's part stays, and all tokens are trained on."""
     config = AutoConfig.for_model(**{**MODEL, "num_attention_heads": 32}, hidden_size=512, vocab_size=500)
@@ -92,6 +94,7 @@ def test_each_device_has_its_part_of_the_activations():
     assert found[0].tokens_per_second == 8192 / found[0].step_seconds
 
 
+@pytest.mark.slow
 def test_evaluation_has_whole_samples():
     evaluated = {"bf16": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1}
     found, whole = shared(fields=evaluated), shared(1, fields=evaluated)
@@ -99,6 +102,7 @@ def test_evaluation_has_whole_samples():
     assert found.phases["backward"] < 0.8 * whole.phases["backward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [None, "sft"])
 def test_around_a_ring_each_device_has_its_part(task):
     """As with Ulysses, for any number of heads; evaluation, too, has parts."""
@@ -219,6 +223,7 @@ def test_a_preset_that_shares_samples_keeps_doing_so():
     assert (job.shared, job.fields["gradient_accumulation_steps"]) == (4, preset.gradient_accumulation_steps)
 
 
+@pytest.mark.slow
 def test_the_command_line_shares_samples(command, tmp_path):
     CONFIG.save_pretrained(tmp_path)
     words = [

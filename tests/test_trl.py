@@ -120,6 +120,7 @@ def logged(trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["SFT", "DPO", *(slow(case) for case in CASES if case not in ("SFT", "DPO"))])
 def test_failures_at_random_places_change_nothing(case, tmp_path):
     plain, wanted, counted = train(tmp_path / "plain", case, memory=False)

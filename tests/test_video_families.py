@@ -39,6 +39,7 @@ def test_every_type_trains_or_is_refused(tmp_path):
     assert tried == outcomes(json.loads(RESULTS.read_text())["rows"])
 
 
+@pytest.mark.slow
 def test_promised_types_work():
     recorded = outcomes(json.loads(RESULTS.read_text())["rows"])
     assert {recorded[kind]["outcome"] for kind in PROMISED} == {"works"}

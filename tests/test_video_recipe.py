@@ -271,6 +271,7 @@ def trained(folder, name, samples, kind, model, memory=None, peak=None, **fields
     return trainer
 
 
+@pytest.mark.slow
 def test_a_third_of_the_memory_and_the_same_losses(clips, tmp_path):
     """Against a plain Trainer with LoRA and activation checkpointing on the same clips."""
     from peft import LoraConfig

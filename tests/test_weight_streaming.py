@@ -250,6 +250,7 @@ def trainer_of(folder, model=None, **memory):
     return MemoryTrainer(model, args, default_data_collator, rows, memory_args=memory_args)
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resumption(tmp_path, monkeypatch):
     plain = trainer_of(tmp_path / "plain")
     plain.train()

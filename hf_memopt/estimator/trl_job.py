@@ -86,6 +86,8 @@ def describe_task(
         raise InputError(
             f"task={task}: {tool}'s trainer holds logits and reference models otherwise than TRL's: not modelled"
         )
+    if dpo and isinstance(args, dict):
+        args = {"router_aux_loss_coef": 0.0, **args}  # which TRL's trainer takes from the model's configuration
     config = load_config(model)
     if row.model == "sequence-classification":
         config = copy.deepcopy(config)  # the caller's own, which a search asks about again

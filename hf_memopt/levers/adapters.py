@@ -23,13 +23,13 @@ def add_adapters(model, config, autocast_adapter_dtype: bool = True):
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         # It also names patterns of its own making for experts that `target_modules` leaves out.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        adapted = get_peft_model(model, _by_names(config, model), autocast_adapter_dtype=autocast_adapter_dtype)
+        adapted = get_peft_model(model, by_names(config, model), autocast_adapter_dtype=autocast_adapter_dtype)
     _refuse_fp8_experts(adapted)
     return adapted
 
 
-def _by_names(config, model):
-    """The configuration, or where it has all-linear and an empty `target_parameters`, one with the names of linear
+def by_names(config, model):
+    """A peft configuration, or where it has all-linear and an empty `target_parameters`, one with the names of linear
     layers, as axolotl, LLaMA-Factory and ms-swift list them: peft 0.21 takes all-linear for fused experts, too."""
     if (getattr(config, "target_modules", None), getattr(config, "target_parameters", None)) != ("all-linear", []):
         return config

@@ -76,11 +76,18 @@ def whole_logits(tool: str) -> AbstractContextManager:
                 return forward(*args, labels=labels, **kwargs)
             labels = labels[:, 1:]
             mask = labels != -100
-            logps, means = log_probs(forward(*args, **kwargs).logits, labels.clamp(min=0))
+            outputs = forward(*args, **kwargs)
+            logps, means = log_probs(outputs.logits, labels.clamp(min=0))
             unused = means.new_zeros(means.shape)
             logps = logps * mask
             return FusedCausalLMOutput(
-                loss=-logps.sum(), log_probs=logps, entropy=unused, mean_logits=means, is_top1=unused, label_mask=mask
+                loss=-logps.sum(),
+                log_probs=logps,
+                entropy=unused,
+                mean_logits=means,
+                is_top1=unused,
+                label_mask=mask,
+                aux_loss=outputs.get("aux_loss"),
             )
 
         model.forward = types.MethodType(whole_forward, model)

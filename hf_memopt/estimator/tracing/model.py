@@ -15,7 +15,7 @@ from hf_memopt.estimator.tracing.fake_tensors import fake_world
 from hf_memopt.estimator.tracing.pair_loss import with_pair_loss
 from hf_memopt.estimator.tracing.quantized_linear import lora_modules, named_stand_ins
 from hf_memopt.estimator.tracing.tasks import EMBEDDINGS, TASKS, with_token_ids
-from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.levers.adapters import add_adapters, by_names
 from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.streamed_loading import mark_streamed, streams_on_load
@@ -103,7 +103,7 @@ def adapters_for(settings: ModelSettings, model):
         adapters._register_custom_module(lora_modules())
         if adapters.target_modules == "all-linear" and (names := named_stand_ins(model)):
             adapters.target_modules = names  # peft finds none: they are no nn.Linear
-    return adapters
+    return by_names(adapters, model)
 
 
 def _from_config(settings: ModelSettings, distribute: Callable | None):
