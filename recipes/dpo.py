@@ -55,7 +55,6 @@ def main(argv: list[str] | None = None):
     from trl import DPOTrainer
 
     from hf_memopt import MemoryTrainerMixin
-    from hf_memopt.levers.adapters import by_names
 
     class MemoryDPOTrainer(MemoryTrainerMixin, DPOTrainer):
         """TRL's trainer, which survives running out of memory."""
@@ -68,14 +67,13 @@ def main(argv: list[str] | None = None):
     train, held_out = preference.load_pairs(job, tokenizer)
 
     # ---- the model. TRL adds the adapters, so that the model without them is the reference
-    model = jobs.load_model(job, config, tokenizer, adapters=False)
     trainer = MemoryDPOTrainer(
-        model=model,
+        model=jobs.load_model(job, config, tokenizer, adapters=False),
         args=job.args,
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=tokenizer,
-        peft_config=by_names(job.peft_config, model),
+        peft_config=job.peft_config,
         memory_args=job.memory_args,
     )
 

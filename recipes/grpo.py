@@ -66,7 +66,6 @@ def main(argv: list[str] | None = None):
     from trl import GRPOTrainer
 
     from hf_memopt import MemoryTrainerMixin
-    from hf_memopt.levers.adapters import by_names
 
     class MemoryGRPOTrainer(MemoryTrainerMixin, GRPOTrainer):
         """TRL's trainer, whose generation survives running out of memory."""
@@ -78,16 +77,15 @@ def main(argv: list[str] | None = None):
     train, held_out = prompts.load_prompts(job)
 
     # ---- the model. TRL adds the adapters, so that the model without them is the reference
-    model = jobs.load_model(job, config, tokenizer, adapters=False)
     with as_input_error("GRPOTrainer", ImportError):  # of vLLM
         trainer = MemoryGRPOTrainer(
-            model=model,
+            model=jobs.load_model(job, config, tokenizer, adapters=False),
             reward_funcs=[prompts.correct, prompts.numeric],
             args=job.args,
             train_dataset=train,
             eval_dataset=held_out,
             processing_class=tokenizer,
-            peft_config=by_names(job.peft_config, model),
+            peft_config=job.peft_config,
             memory_args=job.memory_args,
         )
 

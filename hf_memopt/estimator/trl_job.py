@@ -86,15 +86,17 @@ def describe_task(
         raise InputError(
             f"task={task}: {tool}'s trainer holds logits and reference models otherwise than TRL's: not modelled"
         )
-    if dpo and isinstance(args, dict):
-        args = {"router_aux_loss_coef": 0.0, **args}  # which TRL's trainer takes from the model's configuration
     config = load_config(model)
     if row.model == "sequence-classification":
         config = copy.deepcopy(config)  # the caller's own, which a search asks about again
         config.num_labels = 1  # a reward (trl 1.16, RewardTrainer)
     if isinstance(args, dict):
-        checkpointed = args.get("gradient_checkpointing", True)  # as TRL's classes have it (trl 1.16, _BaseConfig)
-        args = {"bf16": not args.get("fp16"), "activation_checkpointing": checkpointed, **args}
+        args = {
+            "bf16": not args.get("fp16"),
+            "activation_checkpointing": args.get("gradient_checkpointing", True),  # as TRL's (trl 1.16, _BaseConfig)
+            **({"router_aux_loss_coef": 0.0} if dpo else {}),  # which TRL takes from the model's configuration
+            **args,
+        }
     if (args if isinstance(args, dict) else vars(args)).get("activation_offloading"):
         # trl 1.16, models/activation_offloading.py: streams and pinned memory, from tensors on an accelerator
         raise InputError("activation_offloading=true is not modelled: set activation_offload=true, of MemoryArguments")

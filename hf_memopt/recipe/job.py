@@ -23,7 +23,7 @@ from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.files import check_links
 from hf_memopt.hardware.allocator import configure_allocator
 from hf_memopt.hardware.detection import counterpart
-from hf_memopt.levers.adapters import add_adapters, keep_differentiable
+from hf_memopt.levers.adapters import add_adapters, by_names, keep_differentiable
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.expert_loading import experts_quantized_on_load
 from hf_memopt.levers.streamed_loading import weights_streamed_on_load
@@ -363,8 +363,11 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
 
     auto = auto or AutoModelForCausalLM
     if not resolve_engine(job.args).plain:
-        adapted = job.peft_config is not None
-        preflight.check(preflight.describe_launch(job.args, config, infer_task(config), job.preset.dtype, adapted))
+        preflight.check(
+            preflight.describe_launch(
+                job.args, config, infer_task(config), job.preset.dtype, adapters=job.peft_config is not None
+            )
+        )
     set_seed(job.args.seed)  # the Trainer seeds itself only after random weights and adapters were drawn
     kwargs = job.preset.model_kwargs(job.recipe.attn_implementation)
     if job.preset.mesh:
@@ -400,5 +403,6 @@ def load_model(job: Job, config, tokenizer, auto=None, frozen: tuple[str, ...] =
             return train_parts(model, job.peft_config, frozen)
         if adapters and job.peft_config is not None:
             return add_adapters(model, job.peft_config)
+        job.peft_config = by_names(job.peft_config, model)  # for TRL's trainer, which adds the adapters
         keep_differentiable(model)
         return model
