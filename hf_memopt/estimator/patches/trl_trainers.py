@@ -76,8 +76,8 @@ def whole_logits(tool: str) -> AbstractContextManager:
                 return forward(*args, labels=labels, **kwargs)
             labels = labels[:, 1:]
             mask = labels != -100
-            outputs = forward(*args, **kwargs)
-            logps, means = log_probs(outputs.logits, labels.clamp(min=0))
+            outputs = dict(forward(*args, **kwargs))  # from which the logits go, so that nothing else holds them
+            logps, means = log_probs(outputs.pop("logits"), labels.clamp(min=0))
             unused = means.new_zeros(means.shape)
             logps = logps * mask
             return FusedCausalLMOutput(
