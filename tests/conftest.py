@@ -137,7 +137,7 @@ def nothing_frozen():
 
 # Cases of one test in a run, and how many runs it takes for each test to have its turn: make test has 3 minutes,
 # make test-long 15.
-_KEPT = {None: 7, "engines": 2, "pages": 2, "slow": 1}
+_KEPT = {None: 5, "engines": 2, "pages": 2, "slow": 1}
 _TURNS = {None: 1, "engines": 3, "pages": 3, "slow": 6}
 _SLICES = 60  # of the sweeps, one of which each CI run takes
 

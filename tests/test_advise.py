@@ -276,6 +276,7 @@ LONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG)
 @pytest.mark.timeout(60)  # some of them took minutes, when gaps in the patterns had no bound

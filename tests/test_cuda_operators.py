@@ -104,6 +104,7 @@ def test_libraries_that_ask_for_cudas_autocast_hear_of_it():
     assert answers == {"cuda": True, "rocm": True, "mps": False, "cpu": False}
 
 
+@pytest.mark.slow
 def test_loras_dropout_keeps_a_mask_of_a_byte():
     """With dropout or without, lora_A keeps an input of its own: autocast's 16 bits of peft's fp32."""
     from peft import LoraConfig
@@ -118,6 +119,7 @@ def test_loras_dropout_keeps_a_mask_of_a_byte():
     assert activations(0.1) - activations(0.0) in (3 * masks, 4 * masks)
 
 
+@pytest.mark.slow
 def test_qlora_under_autocast_keeps_its_input_in_16_bits():
     """peft converts the input of a 4-bit layer to its adapter's fp32 only where CUDA's autocast is off."""
     from peft import LoraConfig

@@ -321,6 +321,7 @@ def test_logits_of_an_evaluation_are_where_the_trainer_has_them(fields, kept, tm
     assert (found.phase == "eval" and found.breakdown["logits"] >= kept * LOGITS) or not kept
 
 
+@pytest.mark.slow
 def test_logits_moved_to_the_host_are_in_host_bytes(tmp_path):
     def host(**fields):
         return estimate_trainer(_evaluating(tmp_path, **fields), "a100_80gb").host_bytes
@@ -379,6 +380,7 @@ def gemma_with_vision():
     return Gemma3Config(text_config=text, vision_config=vision)
 
 
+@pytest.mark.slow
 def test_adapters_on_a_vision_tower_that_initializes_by_values():
     """SigLIP's initialization asks tensors for values."""
     from peft import LoraConfig

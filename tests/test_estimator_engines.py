@@ -473,6 +473,7 @@ def test_cached_segments_are_given_back_before_the_limit():
     assert cache.reserved == 90 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("offload", "fused"), [({}, "AdamW"), ({"offload_optimizer": {"device": "cpu"}}, "AdamW")])
 def test_an_optimizer_of_the_deepspeed_json_is_traced(offload, fused):
     """DeepSpeed's own fused kernels read bytes, which fake tensors have none of: they ended the process."""

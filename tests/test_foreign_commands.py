@@ -332,6 +332,7 @@ _JSON = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "refused"),
     [

@@ -234,6 +234,7 @@ def test_a_key_that_is_not_modelled_is_named(tmp_path, subtests):
             assert [remark.key for remark in translation.refused] == [key] and not translation.unknown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["--max_length null", "--max_seq_length null"])
 def test_samples_that_are_not_truncated_need_a_length(words, command):
     file = f"trl sft --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name mine {words}"

@@ -70,6 +70,7 @@ def test_what_a_run_tells_of_its_failures(name, at, fields, tmp_path):
     frozen.check(f"run_{name.replace(' ', '_')}", seen)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "asked"),
     [

@@ -121,6 +121,7 @@ def a_dry_run(tmp_path):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("call", [an_estimate, an_estimate_of_ranks, a_plan, a_dry_run])
 def test_what_only_looks_changes_nothing(call, own_settings, tmp_path):

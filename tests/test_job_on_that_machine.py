@@ -86,6 +86,7 @@ def test_plain_arguments_where_nothing_is_named(folder, command):
     assert "use_cpu" not in found["training_arguments"]
 
 
+@pytest.mark.slow
 def test_a_named_preset_and_a_named_dtype_stay(folder, command):
     words = ("--preset", "cpu", "--hardware", "rtx_4090", "--json")
     found = json.loads(command("estimate", folder, *words)[1])

@@ -198,6 +198,7 @@ ESTIMATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ESTIMATED, ids=" and ".join)
 def test_the_estimator_sees_it(names, tmp_path):
     """On a model that is deep enough to be extended from shallow ones."""

@@ -126,6 +126,7 @@ def test_samples_that_devices_share_are_not_migrated(tmp_path):
         _accelerate("--use_fsdp --fsdp_version 2 --num_processes 2 --parallelism_config_cp_size 2", tmp_path)
 
 
+@pytest.mark.slow
 def test_migrate_says_what_no_recipe_takes(command, tmp_path):
     file = tmp_path / "full.yml"
     content = {

@@ -98,6 +98,7 @@ def test_a_few_tries_come_to_a_much_smaller_model():
     assert nearest._weights(held[nearest._MODELS - 1][1].config) > 0.7 * tried[0]
 
 
+@pytest.mark.slow
 def test_a_model_of_embeddings_replaces_no_other():
     def smaller(name):
         return _smaller(JobSpec(model=name, config=load_config(name)))

@@ -6,7 +6,6 @@ import tempfile
 
 import pytest
 import yaml
-from conftest import slow
 from transformers import AutoConfig, TrainingArguments
 
 from hf_memopt import MemoryArguments
@@ -130,7 +129,8 @@ TRL_VALUES = {
 WITH = {"sync_ref_model": {"beta": 0.1}, "log_completions_hub_repo": {"log_completions": True}}
 
 
-@pytest.mark.parametrize("task", ["reward", *map(slow, ["sft", "dpo", "kto", "grpo", "rloo"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["reward", "sft", "dpo", "kto", "grpo", "rloo"])
 def test_every_field_of_trls_classes(task, subtests, monkeypatch):
     """TRL's own Trainer gets it, or it is refused by its name, or of what a trace has in the place of the user's."""
     kind = TRL_TASKS[task].config_class

@@ -79,6 +79,7 @@ def test_experts_that_are_no_linear_layers_have_no_adapters(tool, command, tmp_p
     assert found["breakdown"]["optimizer_states"] == pytest.approx(2 * 4 * ATTENTION_OF_30B_A3B, rel=0.01)
 
 
+@pytest.mark.slow
 def test_nor_have_they_where_trl_adds_the_adapters(command, tmp_path):
     file = tmp_path / "llama_factory.yaml"
     file.write_text(

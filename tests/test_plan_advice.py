@@ -48,6 +48,7 @@ def test_a_preset_is_planned_by_its_own_method():
     assert found.spec.preset.method == "lora" and not found.methods
 
 
+@pytest.mark.slow
 def test_a_method_beside_leaves_room_for_its_sketchs_error(searched):
     spec, search = searched
     bare = Search(list(search.choices), search.sketch, search.build, search.say)

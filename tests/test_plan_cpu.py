@@ -105,6 +105,7 @@ def test_jobs_with_the_same_batch_are_traced_by_the_same_process(two_cores):
     assert batches == [{1}, {2}]
 
 
+@pytest.mark.slow
 def test_fake_marks_of_the_profiler_are_not_asked_for(monkeypatch):
     asked, dispatch = [], FakeTensorMode.dispatch
 

@@ -47,6 +47,7 @@ def test_weights_are_updated_in_backward_only_where_the_job_lets_it(hardware, tr
     assert all(choice.memory_fields()["optimizer_in_backward"] for choice in in_backward)
 
 
+@pytest.mark.slow
 def test_states_are_paged_where_the_driver_can_move_them():
     optimizers = {
         hardware: {choice.optim for choice in list_choices(_settled(hardware=hardware))}

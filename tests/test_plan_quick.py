@@ -42,6 +42,7 @@ def test_a_sketch_is_near_the_estimate_of_its_settings(job):
     assert quick.usual.tokens_per_second == pytest.approx(estimate.tokens_per_second, rel=0.1)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_answer_says_how_much_is_missing(job, monkeypatch):
     monkeypatch.setattr(search, "estimate_jobs", None)
     quick = plan(**job, memory=2**28, quick=True)

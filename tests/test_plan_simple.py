@@ -103,6 +103,7 @@ def test_safe_is_plain_where_anything_plain_fits(spec_and_search):
     assert plain and others
 
 
+@pytest.mark.slow
 def test_a_larger_budget_is_never_slower(spec_and_search):
     _, search = spec_and_search
     for budgets in _budgets(search):

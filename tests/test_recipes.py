@@ -212,6 +212,7 @@ def test_no_rows_held_out(recipe, jsonl, tmp_path):
     assert trainer.state.global_step == 1 and trainer.eval_dataset is None
 
 
+@pytest.mark.slow
 def test_a_failing_evaluation_costs_no_weights(recipe, jsonl, tmp_path, monkeypatch):
     """The trained model is saved before the last evaluation, in which anything may fail."""
     from hf_memopt import MemoryTrainerMixin

@@ -46,13 +46,13 @@ def test_an_optimizer(row):
     check("estimator_optimizers", row)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @recorded("estimator_model_types")
 def test_a_model_type(row):
     check("estimator_model_types", row)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @recorded("estimator_published")
 def test_a_published_peak(row):
     check("estimator_published", row)

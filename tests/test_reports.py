@@ -219,6 +219,7 @@ def test_a_chart_in_html_is_narrow_on_phones(tmp_path):
     assert narrow[:4] == wide[:4] == b"\x89PNG" and width < 1.5 * height < struct.unpack(">I", wide[16:20])[0]
 
 
+@pytest.mark.slow
 def test_rows_and_videos_left_out_are_named(tmp_path):
     rows = {"total": 2000, "dropped": {"the answer is empty": 1200, "no question": 1, "damaged": 0}}
     page = run_page(read_run(write_run(tmp_path, report(rows=rows, bad_videos=["a.mp4: <torn>"]))))

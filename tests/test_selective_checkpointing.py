@@ -75,6 +75,7 @@ def test_gradients_are_the_same_and_memory_lies_between():
     assert abs(peaks["ratio 0"] - none) < 0.01 * none
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, slow(CHECKPOINTED), slow({"gradient_accumulation_steps": 4})])
 @pytest.mark.parametrize("model", [llama, slow(with_lora)])
 @pytest.mark.parametrize("memory", [{"checkpoint_ratio": 0.5}, {"checkpoint_keeps": "matmuls"}])

@@ -65,6 +65,7 @@ def gradients(model, batch) -> tuple[float, dict]:
     return loss.item(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name == "qwen2_5_vl" else slow(name) for name in MODELS])
 def test_a_packed_batch_has_the_loss_and_gradients_of_a_padded_one(name, folder):
     samples = list(data_of(folder, name))

@@ -145,6 +145,7 @@ def test_no_other_device_is_affected():
     assert not constant("workspace_bytes", get_hardware("rtx_3090")).measured
 
 
+@pytest.mark.slow
 def test_it_can_be_left_out(monkeypatch):
     before = predicted()
     keep()

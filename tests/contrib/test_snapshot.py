@@ -86,6 +86,7 @@ def test_the_peak_is_attributed(leaking):
     assert max(size for _, kinds in found.timeline for size in [sum(kinds.values())]) == found.peak_bytes
 
 
+@pytest.mark.slow
 def test_growth_names_what_stayed(leaking):
     _, found = leaking
     assert [one["step"] for one in found.growth] == ["3", "4"]

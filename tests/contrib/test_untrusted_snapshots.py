@@ -139,6 +139,7 @@ def test_what_unpacks_to_too_much(tmp_path, monkeypatch):
         analyze_snapshot(_pickled(tmp_path, b"{" + b" " * 20_000))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_shared_stacks_and_owners_cost_no_squares(tmp_path):
     """A small file can say that 20,000 allocations of one address have 20,000 owners, and share one long stack."""
@@ -161,6 +162,7 @@ def test_shared_stacks_and_owners_cost_no_squares(tmp_path):
     assert found.peak_bytes == 8 and found.by_kind["gradients"] == 8 and len(found.growth) < 100
 
 
+@pytest.mark.slow
 def test_names_are_shown_as_they_are(tmp_path, command):
     """Neither rich's markup, nor a terminal's, nor a page's."""
     frames = [{"filename": "/x/[/y].py", "name": "\x1b[31m<b>$x^$", "line": 1}]
