@@ -89,6 +89,15 @@ def test_a_key_is_read_as_its_tool_reads_it(tmp_path, subtests):
             {"quantization_bit": 4, "double_quantization": None},
             {"quantization.bnb_4bit_use_double_quant": False},
         ),
+        *(
+            (tool, {packing: True, degree: devices}, {"packed": devices == 1})
+            for tool, packing, degree in (
+                ("axolotl", "sample_packing", "context_parallel_size"),
+                ("axolotl", "sample_packing", "sequence_parallel_degree"),
+                ("ms_swift", "packing", "sequence_parallel_size"),
+            )
+            for devices in (1, 2, 3, 128)
+        ),
         ("trl", {"load_in_8bit": True, "use_peft": True}, {"quantization.load_in_8bit": True}),
         ("trl", {"gradient_checkpointing": None}, {"training.activation_checkpointing": False}),
         ("trl", {"torch_dtype": None}, {"dtype": "auto"}),

@@ -24,7 +24,7 @@ class Row:
             adds to a list, a * stands for their key.
         values: theirs, as text -> ours. Other values are another row's.
         only: the values, as text, that the row is about; a * stands for anything.
-        when: other keys of theirs with the values, as text, that they must have.
+        when: other keys of theirs with the values, as text, that they must have; or set, unset, several (above 1).
         also: ours -> value, set beside `to`.
         via: a function of values.py that makes our value.
         effect: on memory.
@@ -106,9 +106,11 @@ class Table:
 
     def features(self) -> frozenset[str]:
         """The settings of a plan that have keys of theirs (planner's Choice.features)."""
-        names = {name for name in self.plan if name not in ("strategy", "training.optim")}
-        names |= {f"strategy.{name}" for name in self.plan.get("strategy", {}).get("values", ())}
-        return frozenset(names | {f"optim.{name}" for name in self._optimizers()})
+        return frozenset(
+            {name for name in self.plan if name not in ("strategy", "training.optim")}
+            | {f"strategy.{name}" for name in self.plan.get("strategy", {}).get("values", ())}
+            | {f"optim.{name}" for name in self._optimizers()}
+        )
 
     def _optimizers(self) -> set[str]:
         """Values of optim that have a word of theirs."""
@@ -166,6 +168,8 @@ def _setting(key: str, settings: Mapping[str, Any]) -> Any:
 def _matches(value: Any, wanted: Any) -> bool:
     if wanted in ("set", "unset"):
         return is_off(value) == (wanted == "unset")
+    if wanted == "several":
+        return as_text(value).isdecimal() and int(value) > 1
     return as_text(value) in [as_text(one) for one in (wanted if isinstance(wanted, list) else [wanted])]
 
 
