@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
@@ -346,6 +347,19 @@ def test_recomputing_costs_a_forward_pass(search):
     half = dataclasses.replace(plain, checkpointed=0.5)
     assert 1.1 < cost.step(whole) / cost.step(plain) < 1.5  # a forward pass beside a forward and a backward
     assert cost.step(half) == pytest.approx((cost.step(whole) + cost.step(plain)) / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("hardware", ["rtx_4090", slow("h100_80gb")])
+def test_seconds_are_the_estimates_where_a_micro_batch_fits_the_cache(hardware):
+    """Of one sample of 2,048 tokens tensors take 8 and 32 MiB, and caches hold 50 and 72 MiB; of eight none fits."""
+    wide = config(2, hidden_size=2048, intermediate_size=8192, num_attention_heads=16, num_key_value_heads=8)
+    spec = spec_for(wide, "lora", seq_len=2048, hardware=hardware, batch=8)
+    search = start_search(spec, lambda text: None)
+    plain = [choice for choice in search.choices if not choice.levers and not choice.checkpointed]
+    estimates = estimate_jobs([choice_job(spec, choice) for choice in plain])
+    assert len(plain) == 4
+    for choice, estimate in zip(plain, estimates, strict=True):
+        assert search.seconds[choice] == pytest.approx(estimate.step_seconds, rel=0.04), choice.micro_batch
 
 
 def exchanged(cost: Cost, choice: Choice) -> tuple[float, float]:

@@ -31,13 +31,13 @@ class Seconds(NamedTuple):
 
 
 def kernel_seconds(
-    kernels: Counter[Kernel], device: Hardware, attention: str | None = None, cached: bool = True
+    kernels: Counter[Kernel], device: Hardware, attention: str | None = None, cached: float = 1.0
 ) -> Seconds:
     """Seconds of the kernels of one micro-batch and one optimizer step.
 
     Args:
         attention: the model's `attn_implementation`.
-        cached: what fits the device's cache moves at its rate.
+        cached: share of the device's cache that there is: what fits it moves at its rate.
     """
     ratio = constant("step_time_ratio", device).value
     micro, optimizer = (
@@ -49,11 +49,11 @@ def kernel_seconds(
     return Seconds(micro, optimizer, ratio * launched * constant("host_launch_seconds", device).value)
 
 
-def _total(kernels: dict[Kernel, int], device: Hardware, attention: str | None, cached: bool) -> float:
+def _total(kernels: dict[Kernel, int], device: Hardware, attention: str | None, cached: float) -> float:
     rate, matmuls, bandwidth = _rate(device), _matmul_rate(device), memory_rate(device)
     exposed = constant("exposed_matmul_traffic", device).value
     wide = constant("fp32_matmul_share", device).value
-    cache = (device.cache or constant("cache_bytes", device).value) if cached else 0
+    cache = (device.cache or constant("cache_bytes", device).value) * cached
     faster = constant("cache_speedup", device).value
     launch = constant("launch_seconds", device).value
     seconds = 0.0

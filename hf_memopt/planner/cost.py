@@ -5,6 +5,7 @@ and what engines add (estimator.step_time). benchmarks/speed_published.py compar
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hf_memopt.estimator.speed import Seconds, kernel_seconds, memory_rate
@@ -38,11 +39,10 @@ class Cost:
     drives: int = 1
 
     @functools.cached_property
-    def _times(self) -> dict[int, Seconds]:
+    def _seconds(self) -> Callable[..., Seconds]:
+        """times() of a trace on the job's device, each computed once."""
         device, attention = self.sketch.job.device, main_attention(self.sketch.job)
-        return {
-            id(traced): times(traced, device, attention) for traced in (*self.sketch.plain, *self.sketch.checkpointed)
-        }
+        return functools.cache(lambda traced, cached=0.0: times(traced, device, attention, cached))
 
     @functools.cached_property
     def steps(self) -> StepTime:
@@ -92,7 +92,7 @@ class Cost:
         Args:
             micro_seconds: of a micro-batch.
         """
-        plain, checkpointed = (self._times[id(pair[0])] for pair in (self.sketch.plain, self.sketch.checkpointed))
+        plain, checkpointed = (self._seconds(pair[0]) for pair in (self.sketch.plain, self.sketch.checkpointed))
         return Step(
             engine=choice.engine,
             accumulation=choice.accumulation,
@@ -123,9 +123,13 @@ class Cost:
         return memory_rate(self.sketch.job.device)
 
     def _line(self, pair: tuple[Traced, Traced], samples: float) -> float:
-        """Seconds of a micro-batch, by the line through one sample and two."""
-        first, second = (self._times[id(traced)].micro for traced in pair)
-        return max(first, first + (second - first) * (samples - 1))
+        """Seconds of a micro-batch, by the line through one sample and two, less what the device's cache saves."""
+        first, second = (self._seconds(traced).micro for traced in pair)
+        line = max(first, first + (second - first) * (samples - 1))
+        # A kernel of this micro-batch fits the cache where that of the traced one, so many times smaller, fits a cache
+        # as many times smaller.
+        traced, scale = (pair[0], samples) if samples < 2 else (pair[1], samples / 2)
+        return line - scale * (self._seconds(traced).micro - self._seconds(traced, 1 / scale).micro)
 
     def _offloaded(self, choice: Choice) -> float:
         """Seconds that a micro-batch waits for activations that are copied.
@@ -150,7 +154,7 @@ class Cost:
         return max(computing, moving) + self._exposed * min(computing, moving)
 
 
-def times(traced: Traced, device: Hardware, attention: str | None = None) -> Seconds:
-    """Seconds of a micro-batch and of an optimizer step, by which larger micro-batches are extrapolated: as if nothing
-    fitted the device's cache, as theirs would not."""
-    return kernel_seconds(traced.kernels, device, attention, cached=False)
+def times(traced: Traced, device: Hardware, attention: str | None = None, cached: float = 0.0) -> Seconds:
+    """Seconds of a micro-batch and of an optimizer step; larger micro-batches are extrapolated by those of a device
+    without a cache."""
+    return kernel_seconds(traced.kernels, device, attention, cached)

@@ -174,8 +174,11 @@ class Search:
 
     def one_sample(self, strategy: str) -> Choice | None:
         """The choice that needs the least memory, with the smallest micro-batch and the most layers checkpointed."""
-        choices = (choice for choice in self._traceable() if choice.strategy == strategy)
-        return min(choices, key=lambda c: (c.micro_batch, -c.checkpointed, self.needs(c)), default=None)
+        return min(
+            (choice for choice in self._traceable() if choice.strategy == strategy),
+            key=lambda c: (c.micro_batch, -c.checkpointed, self.needs(c)),
+            default=None,
+        )
 
     def _traceable(self) -> Iterator[Choice]:
         """The choices, without those that could not be traced."""
@@ -253,8 +256,9 @@ class Search:
             self.host_errors[choice.strategy] = min(beside, self.host_errors.get(choice.strategy, beside))
 
     def _sketched_estimate(self, choice: Choice) -> Estimate:
-        device_bytes, _ = self.sketch_bytes[choice]
-        return sketched_estimate(self.sketch, choice, self.build(choice), device_bytes, self.seconds[choice])
+        return sketched_estimate(
+            self.sketch, choice, self.build(choice), self.sketch_bytes[choice][0], self.seconds[choice]
+        )
 
     def needs(self, choice: Choice) -> float:
         """Bytes of the device: the estimate, or the sketch corrected by the nearest estimate's error."""
@@ -294,8 +298,7 @@ def summarize(choice: Choice) -> str:
     parts = [f"micro-batch {choice.micro_batch} × {choice.accumulation}"]
     if choice.strategy != "none":
         parts.insert(0, choice.strategy)
-    share = choice.checkpointed
-    if share:
+    if share := choice.checkpointed:
         layers = "all layers" if share == 1 else f"{share:.0%} of the layers"
         parts.append(f"{layers} checkpointed" + (", inputs in host memory" if choice.inputs_offloaded else ""))
     parts += [

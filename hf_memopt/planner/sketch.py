@@ -35,7 +35,7 @@ _STATES_8BIT = 0.26  # of fp32 states: a byte each and a scale for every 256
 _CAUTION, _CAUTION_FP16, _CAUTION_MPS = 1.06, 1.15, 1.18
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Traced:
     """One traced job at full depth.
 
