@@ -18,12 +18,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".pytest_cache"
 
-# Settings of a launch, the allocator, caches beside HF_HOME, and a terminal (rich and typer read all of them).
+# Settings of a launch, the allocator, caches beside HF_HOME, calibrations, and a terminal (rich, typer).
 _LAUNCHED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "SLURM_", "TORCHELASTIC_")
 _FOREIGN = {
     *("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
     *("HF_DATASETS_CACHE", "HF_MODULES_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_ASSETS_CACHE"),
+    "HF_MEMOPT_CALIBRATION",
     *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "GITHUB_ACTIONS"),
 }
 

@@ -92,8 +92,9 @@ def test_what_is_no_picture_is_refused():
 
 
 def test_damaged_settings_are_those_of_the_family(tmp_path):
-    (tmp_path / "preprocessor_config.json").write_text("{")
-    assert read_image_settings(str(tmp_path)) == {}
+    for damaged in ("{", "[1, 2]", '"qwen"', "7"):
+        (tmp_path / "preprocessor_config.json").write_text(damaged)
+        assert read_image_settings(str(tmp_path)) == {}
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 4, "longest_edge": 9}}')
     assert read_image_settings(str(tmp_path))["size"]["longest_edge"] == 9
     assert read_image_settings("qwen3-vl-8b") == {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +10,7 @@ from unittest import mock
 import torch
 from transformers.utils import PushToHubMixin, cached_file, is_timm_available, is_torchvision_available
 
+from hf_memopt import files
 from hf_memopt.errors import InputError, as_input_error, choose
 from hf_memopt.packages import how_to_install
 from hf_memopt.video.pixels import FAMILIES, prepare_frames
@@ -117,9 +117,13 @@ def _chat_template(name: str, tokenizer) -> str | None:
 
 
 def read_json(name: str, filename: str) -> dict | None:
-    """A JSON file of a checkpoint, in a folder or on the hub; None where it has none."""
+    """A JSON file of a checkpoint, in a folder or on the hub; None where it has none.
+
+    Raises:
+        InputError: it does not hold a JSON object.
+    """
     path = cached_file(name, filename, _raise_exceptions_for_missing_entries=False)
-    return json.loads(Path(path).read_text(encoding="utf-8")) if path else None
+    return files.read_json(path) if path else None
 
 
 class TorchVideoProcessor(PushToHubMixin):
@@ -255,11 +259,7 @@ def published_settings(model: str) -> dict[str, Any]:
     name = str(model)
     if "/" not in name:
         path = _FOLDER / f"{name.lower()}.json"
-        return _read_published(path) if path.is_file() else {}
+        return files.read_json(path) if path.is_file() else {}
     source = f"https://huggingface.co/{name}/"
-    contents = (_read_published(path) for path in sorted(_FOLDER.glob("*.json")))
+    contents = (files.read_json(path) for path in sorted(_FOLDER.glob("*.json")))
     return next((content for content in contents if content["source"].startswith(source)), {})
-
-
-def _read_published(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
