@@ -130,6 +130,8 @@ def spec_job(spec: JobSpec) -> Job:
         resolved["fsdp_config"] = {"activation_checkpointing": default, **changed}
     if "activation_checkpointing" not in fields:
         _leave_out_checkpointing(config, spec.task, resolved)
+    # On one process FSDP shards nothing.
+    strategy = "none" if world_size == 1 and preset.engine.fsdp_version else preset.strategy
     return describe_task(
         config,
         resolved,
@@ -138,12 +140,7 @@ def spec_job(spec: JobSpec) -> Job:
         peft_config=preset.peft_config(**spec.lora),
         dtype=preset.dtype,
         world_size=world_size,
-        # Fields start an engine, or the preset does: on one process FSDP shards nothing.
-        strategy=None
-        if deepspeed or fields.get("fsdp")
-        else "none"
-        if world_size == 1 and preset.engine.fsdp_version
-        else preset.strategy,
+        strategy=None if deepspeed or fields.get("fsdp") else strategy,  # fields start an engine, or the preset does
         expandable=spec.tool.expandable if spec.tool else bool(preset.name) or expands_segments(),
         quantization_config=quantization_config(spec),
         task=spec.task,

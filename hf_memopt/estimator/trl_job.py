@@ -77,8 +77,7 @@ def describe_task(
     """
     if not tool:
         _check_fsdp_config(args.get("fsdp_config") if isinstance(args, dict) else getattr(args, "fsdp_config", None))
-    row = TRL_TASKS.get(task)
-    if row is None:
+    if (row := TRL_TASKS.get(task)) is None:
         return describe(model, args, seq_len, hardware, task=task, **settings)
     _check(task, seq_len, settings)
     dpo = tool in WHOLE_LOGITS and task == "dpo" and settings.get("peft_config") is not None
@@ -97,10 +96,10 @@ def describe_task(
             **({"router_aux_loss_coef": 0.0} if dpo else {}),  # which TRL takes from the model's configuration
             **args,
         }
-    if (args if isinstance(args, dict) else vars(args)).get("activation_offloading"):
+    fields = args if isinstance(args, dict) else vars(args)
+    if fields.get("activation_offloading"):
         # trl 1.16, models/activation_offloading.py: streams and pinned memory, from tensors on an accelerator
         raise InputError("activation_offloading=true is not modelled: set activation_offload=true, of MemoryArguments")
-    fields = args if isinstance(args, dict) else vars(args)
     if kwargs := fields.get("model_init_kwargs"):
         raise InputError(
             f"model_init_kwargs={brief(kwargs)} is for models that TRL loads: set dtype, attn_implementation and "
