@@ -22,7 +22,7 @@ from video_models import FAMILIES
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
-from hf_memopt.levers.chunked_loss import chunk_loss
+from hf_memopt.levers.chunked_loss import LazyLogits, chunk_loss
 from hf_memopt.levers.language_model import uses_loss_function
 
 SMALL = {
@@ -237,3 +237,13 @@ def test_refused_with_a_reason(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, use_liger_kernel=True, report_to="none")
     with pytest.raises(InputError, match="use one of them"):
         MemoryTrainer(model=llama(), args=args, data_collator=collate, memory_args=MemoryArguments(loss_chunk_size=64))
+
+
+def test_logits_stay_unmade_through_what_is_recorded_alone():
+    head = torch.nn.Linear(4, 5)
+    head.forward = lambda hidden, compute: compute(hidden, head.weight, head.bias)
+    lazy = LazyLogits(torch.ones(1, 3, 4), head)
+    scaled = torch.tanh(lazy / 2) * 30
+    assert type(scaled) is LazyLogits and len(scaled.steps) == 3
+    assert torch.equal(scaled.materialize(), torch.tanh(lazy.materialize() / 2) * 30)
+    assert type(torch.softmax(lazy, dim=-1)) is torch.Tensor

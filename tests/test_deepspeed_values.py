@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 from hf_memopt.compatibility.config_files import find_faults
-from hf_memopt.engines import DeepSpeed
+from hf_memopt.engines import DeepSpeed, deepspeed_values
 from hf_memopt.engines.deepspeed import deepspeed_config
 from hf_memopt.errors import InputError
 
@@ -105,3 +105,26 @@ def test_what_is_not_refused_can_be_estimated():
             except InputError as error:
                 assert "\n" not in str(error)
     assert len(ended) > 50
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": None}, []),
+        ({"train_micro_batch_size_per_gpu": 1}, []),
+        ({"train_micro_batch_size_per_gpu": 0}, [("train_micro_batch_size_per_gpu",)]),
+        ({"gradient_accumulation_steps": "4"}, [("gradient_accumulation_steps",)]),
+        ({"train_micro_batch_size_per_gpu": True}, [("train_micro_batch_size_per_gpu",)]),
+        ({"zero_optimization": {"stage": 3, "overlap_comm": True}}, []),
+        ({"zero_optimization": {"stage": 4}}, [("zero_optimization", "stage")]),
+        ({"bf16": {"enabled": "auto"}}, []),
+        ({"bf16": {"enabled": "true"}}, [("bf16", "enabled")]),
+        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}, []),
+        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, [("train_batch_size",)]),
+        ({"train_batch_size": -10, "train_micro_batch_size_per_gpu": 4}, [("train_batch_size",)]),
+        ({"gradient_clipping": 0}, []),
+        ({"gradient_clipping": -1}, [("gradient_clipping",)]),
+    ],
+)
+def test_wrong_values_are_named(content, named):
+    assert [finding.keys for finding in deepspeed_values._wrong_values(content)] == named

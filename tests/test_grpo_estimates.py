@@ -2,6 +2,7 @@
 
 import functools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from datasets import Dataset
 from test_trl_estimates import VOCABULARY, llama, lora, tokenizer
 from torch.profiler import record_function
 from transformers import TrainerCallback
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_memopt import InputError, MemoryTrainerMixin, estimate, estimate_trainer
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peaks
+from hf_memopt.estimator.tracing.rollouts import _lengthen
 
 # TRL 1.16 reads names that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -276,3 +279,12 @@ def test_engines(strategy, tmp_path):
 def test_what_is_not_modelled_is_refused(strategy, fields, message, tmp_path):
     with pytest.raises(InputError, match=message):
         estimate_trainer(make(tmp_path, **fields), "a100_80gb", world_size=4 if strategy else 1, strategy=strategy)
+
+
+def test_a_cache_is_as_long_as_its_completions_but_for_a_sliding_window():
+    cache = SimpleNamespace(layers=[DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=8)])
+    for layer in cache.layers:
+        layer.update(torch.zeros(2, 3, 1, 4), torch.zeros(2, 3, 1, 4))
+    _lengthen(cache, 20)
+    assert [layer.keys.shape for layer in cache.layers] == [(2, 3, 20, 4), (2, 3, 7, 4)]
+    assert [layer.values.shape for layer in cache.layers] == [(2, 3, 20, 4), (2, 3, 7, 4)]

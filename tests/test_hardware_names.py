@@ -9,6 +9,7 @@ import pytest
 from hf_memopt.errors import InputError
 from hf_memopt.hardware import device_names
 from hf_memopt.hardware.catalog import catalog, read_devices
+from hf_memopt.planner.devices import _machines
 
 _SERIES = {"rtx", "gtx", "rx", "quadro", "arc", "apple", "pro", "radeon", "gpu", "nvidia", "amd", "intel"}
 _CASES = (str, str.lower, str.upper, str.title)
@@ -146,3 +147,13 @@ def test_words_that_name_no_card_are_asked_about(subtests):
             with pytest.raises(InputError) as refused:
                 read_devices(text)
             assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(("devices", "machines"), [(1, 1), (8, 1), (9, 3), (12, 2), (16, 2), (24, 3), (128, 16)])
+def test_machines_have_equally_many_devices(devices, machines):
+    assert _machines(devices) == machines
+
+
+def test_devices_that_divide_into_no_machines_are_refused():
+    with pytest.raises(InputError, match="11 devices do not divide into machines of at most 8: plan 8 or 16"):
+        _machines(11)

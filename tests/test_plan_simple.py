@@ -20,6 +20,7 @@ from hf_memopt.hardware.catalog import catalog_entry
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
+from hf_memopt.planner import streamed_weights
 from hf_memopt.planner.alternatives import Alternative, left_out, plain_alternative
 from hf_memopt.planner.choice_jobs import baseline_jobs, start_search
 from hf_memopt.planner.choices import Choice, list_choices
@@ -370,3 +371,10 @@ def test_where_float32_weights_do_not_fit_bf16_ones_do_and_it_is_said():
     assert narrow.notes[0].startswith("weights are loaded in bfloat16, as float32 ones do not fit")
     wide = plan("llama-3.2-1b", **job, dtype="float32")
     assert not wide.profiles and any("dtype=bfloat16" in change for change in wide.nearest)
+
+
+@pytest.mark.parametrize(("over", "certain"), [(0, False), (1, True)])
+def test_weights_alone_that_exceed_the_budget_rule_a_method_out(over, certain, monkeypatch):
+    spec = SimpleNamespace(memory_budget=1000)
+    monkeypatch.setattr(streamed_weights, "weights_alone", lambda spec: (1000 + over, "bfloat16 weights"))
+    assert bool(streamed_weights.excessive_weights(spec)) == certain

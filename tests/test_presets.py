@@ -11,6 +11,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.hardware import get_hardware, list_hardware
 from hf_memopt.presets import METHODS, get_preset, list_presets
 from hf_memopt.presets.batch import batch_settings
+from hf_memopt.presets.build import build_preset
 from hf_memopt.presets.named_presets import _for_device
 from hf_memopt.presets.preset import with_strategy
 
@@ -333,3 +334,10 @@ def test_a_card_without_a_preset_is_not_described_as_another(command):
     described = json.loads(output)
     assert described["meant_for"].startswith(described["hardware"]["label"])
     assert described["meant_for"].endswith("of preset rtx_3070.")
+
+
+def test_a_row_on_another_device_has_that_devices_settings():
+    own, other = build_preset("rtx_4090", "lora"), build_preset("rtx_4090", "lora", get_hardware("t4"))
+    assert (own.hardware.name, other.hardware.name) == ("rtx_4090", "t4")
+    assert (own.dtype, other.dtype) == ("bfloat16", "float16")
+    assert own.micro_batch_size == other.micro_batch_size

@@ -22,7 +22,11 @@ from hf_memopt.planner.shared_samples import shared_samples
 from hf_memopt.presets import preset_by_name
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+from types import SimpleNamespace
+
 from long_samples import ROWS, compared
+
+from hf_memopt.estimator.step_time import _sent_for_sharing
 
 MODEL = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 28, "num_key_value_heads": 4}
 CONFIG = AutoConfig.for_model(**MODEL, hidden_size=3584, vocab_size=500, max_position_embeddings=131072)
@@ -241,3 +245,26 @@ def test_the_command_line_shares_samples(command, tmp_path):
     assert code == 0 and "samples shared by 4" in json.loads(output)["estimated"]
     code, _, message = command(*words, "--sequence-parallel", "4", "--task", "sft")
     assert code == 2 and "sequence_parallel=4 is predicted with task=sft under fsdp2" in message
+
+
+def sharing(**changes) -> SimpleNamespace:
+    """What is asked of a job whose samples of 100 tokens are shared by four, of 2 layers with 8 heads of 16."""
+    config = AutoConfig.for_model(
+        "llama", num_hidden_layers=2, hidden_size=128, num_attention_heads=8, num_key_value_heads=2
+    )
+    job = {"shared": 4, "config": config, "micro_batch_tokens": 100, "fields": {}, "shares_heads": True}
+    return SimpleNamespace(**job | {"engine": SimpleNamespace(checkpointing=False)} | changes)
+
+
+def test_what_processes_that_share_samples_send():
+    """Elements of 16 bits: queries and outputs of all heads, keys and values of two, repeated for each of the four."""
+    assert _sent_for_sharing(sharing(shared=1)) == {}
+    once = 2 * 16 * 100 * (2 * 8 + 2 * 4)
+    assert _sent_for_sharing(sharing()) == {"sent": 2 * 2 * once, "messages": 4 * 2 * 2}
+    again = sharing(fields={"activation_checkpointing": True})
+    assert _sent_for_sharing(again) == {"sent": 2 * 3 * once, "messages": 4 * 2 * 3}
+    around = 2 * 2 * 16 * 100 * 4  # keys and values have two heads, and reach all four
+    assert _sent_for_sharing(sharing(shares_heads=False)) == {
+        "sent": 2 * (2 * 2 + 4) * around,
+        "messages": 2 * (2 + 4),
+    }

@@ -38,6 +38,8 @@ from jobs import CHECKPOINTED, four_bits
 from record import RESULTS
 from speed_published import held_out, ranked_right, stated_errors
 
+from hf_memopt.estimator.accounting.work import _visited
+
 BF16 = {"per_device_train_batch_size": 2, "bf16": True}
 
 
@@ -127,7 +129,6 @@ def test_mfu_counts_the_models_own_flops(config):
     assert checkpointed.step_seconds > 1.1 * plain.step_seconds
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, four_bits()])
 def test_mfu_leaves_out_what_is_computed_again_inside_of_autograd_functions(config, bits):
     adapter = LoraConfig(r=4, target_modules="all-linear")
@@ -292,3 +293,11 @@ def test_an_optimizers_kernel_over_all_weights_grows_with_depth():
     kernels = extended(low, high, 29)
     assert sum(count * kernel.bytes for kernel, count in kernels.items() if kernel.optimizer) == 1000 + 10 * 32
     assert kernels[Kernel(False, 7, 5)] == 32
+
+
+@pytest.mark.parametrize(
+    ("positional", "named", "share"),
+    [((True,), {}, 2), ((False,), {"is_causal": True}, 1), ((), {"is_causal": True}, 2), ((), {}, 1)],
+)
+def test_a_causal_mask_skips_half_of_the_blocks(positional, named, share):
+    assert _visited(1000, positional, named) == 1000 // share

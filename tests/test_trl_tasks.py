@@ -13,7 +13,7 @@ from transformers import LlamaForSequenceClassification
 
 from hf_memopt import InputError, MemoryArguments, estimate
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
-from hf_memopt.estimator.trl_tasks import TRL_TASKS
+from hf_memopt.estimator.trl_tasks import TRL_TASKS, WORD, _text
 
 # TRL 1.16 reads names that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -165,3 +165,8 @@ def test_the_command_line_estimates_a_task(task, command, tmp_path):
     code, output, _ = command(*words, "--set", "per_device_train_batch_size=2")
     said = " ".join(output.split())  # a long path moves the ends of lines
     assert code == 0 and f"{4 if task in ('dpo', 'reward') else 2} × 64 tokens" in said and "fits" in said
+
+
+@pytest.mark.parametrize("tokens", [2, 7])
+def test_a_text_has_the_tokens_of_its_words_and_an_end(tokens):
+    assert _text(tokens).split() == [WORD] * (tokens - 1)
