@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hf_memopt import InputError, estimate, get_preset, plan
 from hf_memopt.estimator.job import describe
+from hf_memopt.field_values import _accepts
 
 WRONG = [None, 3, -1, 1.5, "", "lora", "float7", "2x3090", [], {}, object(), True, b"x", ("a",), float("nan"), int]
 
@@ -99,3 +100,19 @@ nested = values | st.lists(values, max_size=2) | st.dictionaries(st.text(max_siz
 @given(name=st.sampled_from(sorted(inspect.signature(estimate).parameters)), value=nested)
 def test_any_value_of_any_argument(name, value, tiny):
     refused_or_taken(describe, **{"model": tiny, "args": {}, "seq_len": 16, "hardware": "cpu"} | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "taken"),
+    [
+        (list[int], [1, 2], True),
+        (list[int], [1, "2"], False),
+        (tuple[float, float], (0.9, 0.95), True),
+        (tuple[float, float], (0.9, "0.95"), False),
+        (tuple[int, str], (1, "2"), True),  # of several types the dataclass itself asks
+        (dict[str, int], {"a": 1}, True),
+        (dict[str, int], {"a": "1"}, False),
+    ],
+)
+def test_what_is_in_a_container_is_looked_at(hint, value, taken):
+    assert _accepts(hint, value) == taken

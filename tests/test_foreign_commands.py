@@ -7,6 +7,7 @@ import pytest
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError
 from hf_memopt.foreign.edits import changes, chosen_keys, edit
+from hf_memopt.foreign.shell import _value
 from hf_memopt.foreign.source import is_source, read_command, read_settings, read_source
 
 _FILES = {
@@ -361,3 +362,8 @@ def test_a_key_beside_deepspeeds_file_is_refused():
             "accelerate launch --use_deepspeed --deepspeed_config_file ds.json --gradient_accumulation_steps 2 "
             f"trl/scripts/sft.py {_MODEL}"
         )
+
+
+def test_variables_of_a_shell_are_replaced_where_they_are_texts():
+    variables = {"SIZE": "8b", "GPUS": ["0", "1"]}
+    assert _value("qwen-$SIZE ${GPUS} $UNKNOWN ${MORE:-4}", variables) == "qwen-8b ${GPUS} $UNKNOWN 4"

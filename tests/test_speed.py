@@ -38,7 +38,7 @@ from jobs import CHECKPOINTED, four_bits
 from record import RESULTS
 from speed_published import held_out, ranked_right, stated_errors
 
-from hf_memopt.estimator.accounting.work import _visited
+from hf_memopt.estimator.accounting.work import _flops, _visited
 
 BF16 = {"per_device_train_batch_size": 2, "bf16": True}
 
@@ -301,3 +301,9 @@ def test_an_optimizers_kernel_over_all_weights_grows_with_depth():
 )
 def test_a_causal_mask_skips_half_of_the_blocks(positional, named, share):
     assert _visited(1000, positional, named) == 1000 // share
+
+
+def test_every_row_is_multiplied_with_one_experts_weight():
+    rows, weights = torch.empty(6, 4), torch.empty(3, 4, 5)
+    assert _flops(torch.ops.aten._grouped_mm.default, (rows, weights), {}, None) == 2 * 6 * 4 * 5
+    assert _flops(torch.ops.aten._int_mm.default, (rows, weights[0]), {}, None) == 2 * 6 * 4 * 5

@@ -11,6 +11,7 @@ from test_snapshot import _pickled, cuda_snapshot
 
 from hf_memopt import InputError
 from hf_memopt.contrib.snapshots.snapshot_analysis import analyze_snapshot
+from hf_memopt.contrib.snapshots.snapshot_file import _lower_limit
 
 # ---- files that nobody vouches for
 
@@ -173,3 +174,14 @@ def test_names_are_shown_as_they_are(tmp_path, command):
     for name in ("a.html", "a $x^$.png"):
         code, output, errors = command("snapshot", file, "--plot", tmp_path / name)
         assert code == 0 and not errors and "\x1b" not in output
+
+
+@pytest.mark.parametrize(("soft", "lowered"), [(-1, True), (2**31, True), (2**20, False)])
+def test_a_process_without_a_limit_gets_one(soft, lowered, monkeypatch):
+    resource = pytest.importorskip("resource")
+    asked = []
+    monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, -1))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    assert _lower_limit(2**30) == ((soft, -1) if lowered else None)
+    assert asked == [(2**30, -1)] * lowered
