@@ -84,16 +84,17 @@ def _counted(trace_of: tuple[Job, int]) -> TraceResult:
 
 def _at_full_depth(config, depths: tuple[int, ...], traces: list[TraceResult]) -> Traced:
     peaks = extrapolate_peaks(config, depths, [trace.moments for trace in traces])
-    kernels = traces[0].kernels
+    # Of one step: where weights get no gradient, two are traced.
+    kernels = [Counter({kernel: count / trace.steps for kernel, count in trace.kernels.items()}) for trace in traces]
     if len(depths) == 1:  # a shallow model, traced whole: nearly all activations are its layers'
-        return Traced(peaks, {name: peak.by_kind.get("activations", 0) for name, peak in peaks.items()}, kernels)
+        return Traced(peaks, {name: peak.by_kind.get("activations", 0) for name, peak in peaks.items()}, *kernels)
     low, high = (trace.peaks for trace in traces)
     period, depth = depths[1] - depths[0], count_layers(config)
     growing = {}
     for name in peaks:
         shallow, deep = (phase_peaks[name].by_kind.get("activations", 0) for phase_peaks in (low, high))
         growing[name] = max(0, deep - shallow) * depth // period
-    return Traced(peaks, growing, extended(kernels, traces[1].kernels, (depth - depths[0]) // period))
+    return Traced(peaks, growing, extended(*kernels, (depth - depths[0]) // period))
 
 
 @dataclass(frozen=True)
