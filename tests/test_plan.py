@@ -362,6 +362,19 @@ def test_seconds_are_the_estimates_where_a_micro_batch_fits_the_cache(hardware):
         assert search.seconds[choice] == pytest.approx(estimate.step_seconds, rel=0.04), choice.micro_batch
 
 
+def test_seconds_are_of_one_step_where_two_are_traced():
+    """A vision tower that text does not reach gets no gradients, as two steps show."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "vocab_size": 1000, **sizes}
+    tower = {"hidden_size": 64, "intermediate_size": 128, "image_size": 28, "patch_size": 14, **sizes}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    spec = spec_for(config, "lora", hardware="rtx_4090")
+    search = start_search(spec, lambda text: None)
+    choice = next(one for one in search.choices if one.micro_batch == 4 and not one.levers and not one.checkpointed)
+    (estimate,) = estimate_jobs([choice_job(spec, choice)])
+    assert search.seconds[choice] == pytest.approx(estimate.step_seconds, rel=0.02)
+
+
 def exchanged(cost: Cost, choice: Choice) -> tuple[float, float]:
     return cost.steps.exchanged(cost.computed(choice, 0.0))
 
