@@ -20,7 +20,7 @@ from hf_memopt.planner.shared_samples import SharedSamples
 from hf_memopt.planner.trl_choices import trl_space
 from hf_memopt.presets import Preset
 
-# benchmarks/results/quick_plans.json; of speed, without Gemma 3 and DPO of a small model from -9 to +8 %.
+# benchmarks/results/quick_plans.json
 QUICK_NOTE = (
     "a sketch: of 22 settings of quick plans memory was off by -3% to +7% of the estimate, speed by -0% to +9%; "
     "leave quick out for the estimate"
