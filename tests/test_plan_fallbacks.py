@@ -185,6 +185,13 @@ def test_fp8_weights_are_whole_on_every_device_that_has_the_format(hardware, who
     assert own.lora == {"target_modules": "all-linear"}
 
 
+@pytest.mark.parametrize(("hardware", "attention"), [("h100_80gb", True), ("a100_80gb", False)])
+def test_an_estimate_adapts_what_a_plan_of_the_same_device_does(hardware, attention, tmp_path):
+    job = spec_job(preset_spec(resolve_preset(hardware, "lora"), _fp8_experts(tmp_path), seq_len=128))
+    names = {"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    assert job.peft_config.target_modules == (names if attention else "all-linear")
+
+
 @pytest.mark.slow
 def test_adapters_leave_experts_in_fp8_alone(tmp_path):
     model = _fp8_experts(tmp_path)

@@ -9,6 +9,7 @@ from hf_memopt.foreign.key_table import Row, list_tables, read_table
 
 _EFFECTS = {"memory": "", "approximated": "approximated", "refused": "refused"}
 _CLOSE = 0.1
+_WORDS = {"set": "set", "unset": "unset", "several": "above 1"}  # conditions that are no values
 
 
 def keys(tool: str) -> str:
@@ -48,8 +49,8 @@ def _theirs(names: list[str], row: Row) -> str:
 
 def _condition(value) -> str:
     values = value if isinstance(value, list) else [value]
-    if value in ("set", "unset"):
-        return f"is {value}"
+    if isinstance(value, str) and value in _WORDS:
+        return f"is {_WORDS[value]}"
     return f"is {' or '.join(f'`{one}`' if one else 'nothing' for one in values)}"
 
 

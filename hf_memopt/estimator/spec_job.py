@@ -12,8 +12,8 @@ from hf_memopt.errors import InputError, brief
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.job_checks import longest_sample
-from hf_memopt.estimator.quantized_checkpoints import dequantized
-from hf_memopt.estimator.smaller import with_sizes
+from hf_memopt.estimator.quantized_checkpoints import dequantized, holds_fp8
+from hf_memopt.estimator.smaller import find_experts, with_sizes
 from hf_memopt.estimator.tracing.fake_quantization import is_quantized
 from hf_memopt.estimator.tracing.model import supports_checkpointing
 from hf_memopt.estimator.tracing.tasks import find_task, infer_task
@@ -130,6 +130,9 @@ def spec_job(spec: JobSpec) -> Job:
         resolved["fsdp_config"] = {"activation_checkpointing": default, **changed}
     if "activation_checkpointing" not in fields:
         _leave_out_checkpointing(config, spec.task, resolved)
+    lora = adapted(spec)
+    if lora != spec.lora:
+        logger.warning("experts in FP8 take no adapters: lora.target_modules are %s", lora["target_modules"])
     # On one process FSDP shards nothing.
     strategy = "none" if world_size == 1 and preset.engine.fsdp_version else preset.strategy
     return describe_task(
@@ -137,7 +140,7 @@ def spec_job(spec: JobSpec) -> Job:
         resolved,
         preset.seq_len,
         device,
-        peft_config=preset.peft_config(**spec.lora),
+        peft_config=preset.peft_config(**lora),
         dtype=preset.dtype,
         world_size=world_size,
         strategy=None if deepspeed or fields.get("fsdp") else strategy,  # fields start an engine, or the preset does
@@ -155,6 +158,28 @@ def spec_job(spec: JobSpec) -> Job:
         frozen=spec.frozen,
         shared=preset.sequence_parallel,
     )
+
+
+def attention_layers(config) -> list[str]:
+    """The names of the linear layers of a model's attention."""
+    if getattr(config.get_text_config(), "kv_lora_rank", None):
+        return ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    return ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def names_layers(lora: dict[str, Any]) -> bool:
+    """True if an adapter's fields say which layers it adapts."""
+    return bool({"target_modules", "target_parameters"} & lora.keys())
+
+
+def adapted(spec: JobSpec) -> dict[str, Any]:
+    """The adapter's fields; those of attention alone where the user left open what is adapted, and experts are in FP8,
+    which no adapter can train (levers/adapters.py)."""
+    if names_layers(spec.lora) or spec.preset.method == "full" or not find_experts(spec.config):
+        return spec.lora
+    if not holds_fp8(spec.config, quantization_config(spec), spec.preset.hardware):
+        return spec.lora
+    return {**spec.lora, "target_modules": attention_layers(spec.config)}
 
 
 def quantization_config(spec: JobSpec):

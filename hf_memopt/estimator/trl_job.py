@@ -75,8 +75,9 @@ def describe_task(
     Raises:
         InputError: an unknown model, or a job that cannot run or is not modelled.
     """
+    fields = args if isinstance(args, dict) else vars(args)
     if not tool:
-        _check_fsdp_config(args.get("fsdp_config") if isinstance(args, dict) else getattr(args, "fsdp_config", None))
+        _check_fsdp_config(fields.get("fsdp_config"))
     if (row := TRL_TASKS.get(task)) is None:
         return describe(model, args, seq_len, hardware, task=task, **settings)
     _check(task, seq_len, settings)
@@ -90,13 +91,14 @@ def describe_task(
         config = copy.deepcopy(config)  # the caller's own, which a search asks about again
         config.num_labels = 1  # a reward (trl 1.16, RewardTrainer)
     if isinstance(args, dict):
-        args = {
+        if (longest := args.get("max_length")) not in (None, seq_len):
+            raise InputError(f"max_length={longest} and seq_len={seq_len} differ: set the latter alone")
+        args = fields = {
             "bf16": not args.get("fp16"),
             "activation_checkpointing": args.get("gradient_checkpointing", True),  # as TRL's (trl 1.16, _BaseConfig)
             **({"router_aux_loss_coef": 0.0} if dpo else {}),  # which TRL takes from the model's configuration
             **args,
         }
-    fields = args if isinstance(args, dict) else vars(args)
     if fields.get("activation_offloading"):
         # trl 1.16, models/activation_offloading.py: streams and pinned memory, from tensors on an accelerator
         raise InputError("activation_offloading=true is not modelled: set activation_offload=true, of MemoryArguments")
@@ -105,8 +107,6 @@ def describe_task(
             f"model_init_kwargs={brief(kwargs)} is for models that TRL loads: set dtype, attn_implementation and "
             "quantization_config instead"
         )
-    if isinstance(args, dict) and (longest := args.get("max_length")) not in (None, seq_len):
-        raise InputError(f"max_length={longest} and seq_len={seq_len} differ: set the latter alone")
     job = describe(config, args, seq_len, hardware, task=row.model, config_class=row.config_class, **settings)
     if job.mesh is not None:
         raise InputError(f"task={task} is not modelled where transformers shards the model: use ddp, fsdp2 or zero3")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from hf_memopt.estimator.quantized_checkpoints import holds_fp8
 from hf_memopt.estimator.smaller import find_experts
+from hf_memopt.estimator.spec_job import attention_layers, names_layers
 from hf_memopt.estimator.tracing.model import count_weights
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.estimator.trl_tasks import model_task
@@ -15,7 +16,7 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.changes import BF16_WEIGHTS
 from hf_memopt.levers.facts import Facts
 from hf_memopt.planner.choices import ZERO_OFFLOAD, available_strategies
-from hf_memopt.planner.settle import attention_layers, names_layers, settle
+from hf_memopt.planner.settle import settle
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
 

@@ -16,6 +16,7 @@ from hf_memopt.estimator.architectures import list_architectures, load_config
 from hf_memopt.estimator.quantized_checkpoints import dequantized
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.smaller import find_experts, is_from_scratch, smaller_sizes, with_sizes
+from hf_memopt.estimator.spec_job import attention_layers
 from hf_memopt.estimator.tracing.fake_quantization import is_quantized
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.estimator.tracing.tasks import infer_task
@@ -28,7 +29,6 @@ from hf_memopt.planner.choices import Choice, available_strategies, list_choices
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.proposals import Proposal
 from hf_memopt.planner.search import Search, resident_bytes
-from hf_memopt.planner.settle import attention_layers
 from hf_memopt.planner.sketch import Sketch
 from hf_memopt.planner.streamed_weights import excessive_weights
 from hf_memopt.planner.trl_choices import fewest_samples

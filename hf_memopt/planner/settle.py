@@ -4,9 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.quantized_checkpoints import dequantized, holds_fp8
-from hf_memopt.estimator.smaller import find_experts
-from hf_memopt.estimator.spec_job import quantization_config, read_model, sample_length
+from hf_memopt.estimator.quantized_checkpoints import dequantized
+from hf_memopt.estimator.spec_job import adapted, read_model, sample_length
 from hf_memopt.estimator.tracing.model import resolve_dtype
 from hf_memopt.estimator.tracing.tasks import EMBEDDINGS, find_task, infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
@@ -81,7 +80,7 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
         spec,
         world_size=None,  # the preset's processes are they
         quantization=spec.quantization if method == "qlora" else dequantized(spec.config),
-        lora=_adapted(spec),
+        lora=adapted(spec),
         memory=min(filter(None, limits)),
         host_memory=spec.host_memory or _host_memory(spec),
         seq_len=sample_length(spec, preset.seq_len),
@@ -108,28 +107,6 @@ def left_open(spec: JobSpec) -> JobSpec:
         memory_args=replace(spec.memory_args, optimizer_in_backward=False),
         effective_batch_size=spec.effective_batch_size or batch[0] * batch[1] * devices or None,
     )
-
-
-def attention_layers(config) -> list[str]:
-    """The names of the linear layers of a model's attention."""
-    if getattr(config.get_text_config(), "kv_lora_rank", None):
-        return ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-    return ["q_proj", "k_proj", "v_proj", "o_proj"]
-
-
-def names_layers(lora: dict[str, Any]) -> bool:
-    """True if an adapter's fields say which layers it adapts."""
-    return bool({"target_modules", "target_parameters"} & lora.keys())
-
-
-def _adapted(spec: JobSpec) -> dict[str, Any]:
-    """The adapter's fields; those of attention alone where the user left open what is adapted, and experts are in FP8,
-    which no adapter can train."""
-    if names_layers(spec.lora) or spec.preset.method == "full" or not find_experts(spec.config):
-        return spec.lora
-    if not holds_fp8(spec.config, quantization_config(spec), spec.preset.hardware):
-        return spec.lora
-    return {**spec.lora, "target_modules": attention_layers(spec.config)}
 
 
 def _host_memory(spec: JobSpec) -> HostMemory:
