@@ -215,7 +215,7 @@ def test_a_key_that_is_not_modelled_is_named(tmp_path, subtests):
     for tool, settings, key in [
         ("trl", {"load_in_8bit": True}, "use_peft"),
         ("trl", {"fsdp": "full_shard", "fsdp_config": "missing.json"}, "fsdp_config"),
-        ("trl", {"trainer": "kto", "activation_offloading": True}, "activation_offloading"),
+        ("trl", {"trainer": "grpo", "activation_offloading": True}, "activation_offloading"),
         ("axolotl", {"activation_offloading": True}, "activation_offloading"),
         ("axolotl", {"selective_checkpointing": True}, "selective_checkpointing"),
         ("axolotl", {"model_type": "AutoModelForSequenceClassification"}, "model_type"),

@@ -85,6 +85,21 @@ def _asked_anew() -> Iterator[None]:
         torch.backends.fp32_precision = precision
 
 
+class Stream:
+    """A stream, and the events on it, where everything is done at once."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_event(self, *others) -> None:
+        pass
+
+    wait_stream = synchronize = wait_event
+
+    def record_event(self):
+        return self
+
+
 class _OnCpu(TorchFunctionMode):
     """Tensors that are made on, or moved to, an accelerator stay on the CPU."""
 
@@ -151,6 +166,7 @@ def _cuda_answers(device: Hardware, count: int) -> dict[str, Any]:
     return {
         **dict.fromkeys(_CUDA_ACTIONS, _always(None)),
         **dict.fromkeys(_CUDA_SIZES, _always(0)),
+        "Stream": Stream,
         "is_available": _always(True),
         "is_initialized": _always(False),
         "device_count": _always(count),
@@ -207,6 +223,7 @@ def _xpu_answers(device: Hardware, count: int) -> dict[str, Any]:
     return {
         **dict.fromkeys(_CUDA_ACTIONS, _always(None)),
         **dict.fromkeys(_CUDA_SIZES, _always(0)),
+        "Stream": Stream,
         "is_available": _always(True),
         "device_count": _always(count),
         "current_device": _always(0),

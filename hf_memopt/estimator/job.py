@@ -20,6 +20,7 @@ from hf_memopt.estimator.job_checks import (
 from hf_memopt.estimator.patches.fake_cluster import spread
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import check_liger
+from hf_memopt.estimator.patches.trl_offloading import FORWARD_STASH, check_offloading
 from hf_memopt.estimator.quantized_checkpoints import check_quantized_training, resolve_quantization
 from hf_memopt.estimator.tracing.extrapolate import count_layers, shallow_depths, with_depth
 from hf_memopt.estimator.tracing.fake_quantization import quantization_method
@@ -264,8 +265,10 @@ class Job(ModelSettings):
 
     @property
     def unlike_layers(self) -> int:
-        """The first layers, in whose backward pass less is held than in that of those above: fewer are below to be
-        fetched ahead. 0 where all layers are alike."""
+        """The first layers, in whose passes less is held than in those of the layers above: fewer are below that are
+        on their way to the host, or fetched ahead. 0 where all layers are alike."""
+        if self.fields.get("activation_offloading"):
+            return (1 + FORWARD_STASH) * checkpointing_period(self.fields, self.memory_args)
         if self.memory_args is None:
             return self.engine.unlike_layers
         streamed = max(2, checkpointing_period({}, self.memory_args)) * self.memory_args.weight_streaming
@@ -394,6 +397,7 @@ def describe(
     )
     check_combination(job)
     check_shared(job)
+    check_offloading(fields, device, engine)
     return job
 
 

@@ -230,6 +230,11 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak], otherwise: int) -> tu
             "TRL's fused head is counted as its Triton kernels allocate, for as many labeled tokens as the longest "
             "batch has; not measured on a GPU"
         )
+    if job.fields.get("activation_offloading"):
+        lines.append(
+            "activation_offloading: TRL's own hooks are traced; blocks that their stream of copies caches are not "
+            "counted; not measured on a GPU"
+        )
     if (mode := compile_mode(job.fields.get)) in CUDA_GRAPHS and job.device.backend in ("cuda", "rocm"):
         lines.append(
             f"torch_compile_mode={mode} records CUDA graphs for every shape of a batch; the memory that they "

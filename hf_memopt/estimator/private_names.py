@@ -72,7 +72,7 @@ class Part(Enum):
     ROLLOUTS = "TRL's trainers that generate", "patches.trl_trainers", "tracing.rollouts"
     LEVERS = "memory features", "tracing.trace"
     OFFLOADED_INPUTS = "checkpointed layers whose inputs are in host memory", "tracing.trace"
-    TRL = "TRL's trainers", "patches.trl_trainers"
+    TRL = "TRL's trainers", "patches.trl_trainers", "patches.trl_offloading"
     DRY_RUN = "dry-run", "dry_run", "fake_pretrained", "scratch_libraries"
     WITHOUT_DEEPSPEED = "no deepspeed", "tracing.process_state"
 

@@ -139,7 +139,7 @@ def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float
     if not moved:
         return late
     moving, exposed = moved / host_link(job.device), constant("exposed_traffic", job.device).value
-    if not getattr(job.memory_args, "activation_offload", False):
+    if not (getattr(job.memory_args, "activation_offload", False) or job.fields.get("activation_offloading")):
         return late + 2 * moving
     once = computing - recomputed
     forward = _FORWARD * once

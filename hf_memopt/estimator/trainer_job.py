@@ -15,6 +15,7 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.job_checks import check_shared
 from hf_memopt.estimator.largest_batch import is_padded, largest_batch, largest_eval_batch
 from hf_memopt.estimator.patches.liger import check_liger
+from hf_memopt.estimator.patches.trl_offloading import check_offloading
 from hf_memopt.estimator.tracing.extrapolate import count_layers, read_config
 from hf_memopt.estimator.tracing.rollouts import check_rollouts, generates
 from hf_memopt.estimator.tracing.segments import repeated_layers
@@ -164,6 +165,7 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
             "`hf-memopt estimate --sequence-parallel` predict samples of one length"
         )
     check_liger(fields, device)
+    check_offloading(fields, device, engine)
     engine.check(fields, world_size)
     check_held(trainer, engine)
     layer_lists = _layer_lists(model)

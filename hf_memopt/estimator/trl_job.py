@@ -99,9 +99,6 @@ def describe_task(
             **({"router_aux_loss_coef": 0.0} if dpo else {}),  # which TRL takes from the model's configuration
             **args,
         }
-    if fields.get("activation_offloading"):
-        # trl 1.16, models/activation_offloading.py: streams and pinned memory, from tensors on an accelerator
-        raise InputError("activation_offloading=true is not modelled: set activation_offload=true, of MemoryArguments")
     if kwargs := fields.get("model_init_kwargs"):
         raise InputError(
             f"model_init_kwargs={brief(kwargs)} is for models that TRL loads: set dtype, attn_implementation and "
@@ -218,6 +215,7 @@ def _evaluates(row: TrlTask, job: Job) -> bool:
 _NOT_OF_TRAINER = {
     *("deepspeed", "fsdp", "fsdp_config", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode"),
     *("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers", "use_liger_kernel"),
+    "activation_offloading",  # whose hooks ask for an accelerator
     *("eval_strategy", "eval_steps", "eval_on_start", "do_eval", "load_best_model_at_end", "push_to_hub"),
     *("dataset_text_field", "dataset_kwargs", "assistant_only_loss", "chat_template_path", "eos_token", "pad_token"),
     *("chat_template_kwargs", "reward_weights", "log_completions_hub_repo"),

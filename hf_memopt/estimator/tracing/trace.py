@@ -26,6 +26,7 @@ from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
 from hf_memopt.estimator.patches.liger import counted_liger
 from hf_memopt.estimator.patches.math_attention import counted_math_attention
 from hf_memopt.estimator.patches.ring_attention import ring_attention
+from hf_memopt.estimator.patches.trl_offloading import counted_offloading
 from hf_memopt.estimator.patches.trl_trainers import counted_fused_head
 from hf_memopt.estimator.patches.ulysses import shared_samples
 from hf_memopt.estimator.patches.vision_windows import fewer_windows
@@ -195,6 +196,7 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
         with (
             _sharding(job, trainer, stacks, mesh, ledger),
             _inputs_on_host(job, ledger),
+            counted_offloading(job.fields, trainer, ledger),
             shared_samples(model, ledger.attention, heads, args.per_device_train_batch_size),
             _optimizer_errors(args),
             stand_ins(args.optim),
