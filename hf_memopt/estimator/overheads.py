@@ -230,6 +230,12 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak], otherwise: int) -> tu
             "TRL's fused head is counted as its Triton kernels allocate, for as many labeled tokens as the longest "
             "batch has; not measured on a GPU"
         )
+    device = job.device
+    if device.backend == "rocm" and device.unified_memory and 2 * device.memory <= device.nominal_memory:
+        lines.append(
+            "Linux lends this GPU half of the machine's memory; where ttm.pages_limit lends more, describe it: "
+            'hardware={"backend": "rocm", "memory": "… GiB"}'
+        )
     if job.fields.get("activation_offloading"):
         lines.append(
             "activation_offloading: TRL's own hooks are traced; blocks that their stream of copies caches are not "

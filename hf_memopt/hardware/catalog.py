@@ -173,7 +173,7 @@ def _rows(series: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             entry["nominal_gib"] = size or card["gib"]
             if size is not None:
                 entry |= {"architecture": card["name"], "memory_share": 2 / 3 if size <= 32 else 3 / 4}
-            entry["memory_gib"] = entry["nominal_gib"] * entry["memory_share"]
+            entry["memory_gib"] = entry["nominal_gib"] * entry["memory_share"] - entry.get("others_gib", 0)
             key = card.get("key") or series.get("key", "{}").format(short_name(name))
             yield key, _with_rates(entry)
 

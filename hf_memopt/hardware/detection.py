@@ -58,7 +58,8 @@ def _cuda(properties, hip: str | None) -> Hardware:
     """A CUDA or ROCm device from PyTorch's properties object."""
     backend = "rocm" if hip else "cuda"
     if entry := _known(properties, backend):
-        return replace(entry, memory=properties.total_memory)
+        others = entry.unified_memory and not hip  # what catalog.toml's others_gib takes of the total
+        return replace(entry, memory=min(properties.total_memory, entry.memory) if others else properties.total_memory)
     architecture = properties.gcnArchName.split(":")[0] if hip else f"{properties.major}.{properties.minor}"
     # gfx9 from gfx90a on (MI200, MI300) and gfx11 on (RDNA 3, 4) have bf16 matrix instructions.
     native = bool(re.match(r"gfx(90a|94|95|11|12)", architecture)) if hip else float(architecture) >= 8.0
