@@ -101,6 +101,44 @@ def test_damaged_settings_are_those_of_the_family(tmp_path):
     assert read_image_settings("qwen2.5-vl-7b")["max_pixels"] == 12845056
 
 
+TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+TEXT |= {"num_key_value_heads": 2, "vocab_size": 1000}
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+CLIP = {**TOWER, "model_type": "clip_vision_model", "patch_size": 14, "image_size": 56, "projection_dim": 32}
+# Families whose processor needs a tokenizer: their models refuse a number of tokens that is not their tower's.
+TINY = {
+    "llava": {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP, "image_seq_length": 16},
+    "llava_next": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": CLIP,
+        "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]],
+    },
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**TOWER, "model_type": "pixtral", "patch_size": 14, "image_size": 112},
+    },
+}
+
+
+def _made(name: str, folder):
+    if name not in TINY:
+        return video_models.make(name, folder)
+    token = "image_token_index" if name == "mistral3" else "image_token_id"
+    config = AutoConfig.for_model(name, **TINY[name], **{token: 999})
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_pictures_are_tiles_and_rows_of_patches():
+    """LLaVA-NeXT's 320 × 240: 112 × 112 of four tiles, of which 8 × 6 patches are no padding, a newline each row, and
+    16 of the whole; Mistral 3's: 84 × 112, merged by two: 3 rows of 4, with a break each."""
+    for name, tokens, beside in [("llava", 16, 2), ("llava_next", 8 * 6 + 6 + 16, 2), ("mistral3", 12, 3)]:
+        token = "image_token_index" if name == "mistral3" else "image_token_id"
+        config = AutoConfig.for_model(name, **TINY[name], **{token: 999})
+        images = image_inputs("none", config, {"image_size": "320x240"}, None)
+        assert (images.clip(config).step_tokens, images.place(config)[-1]) == (tokens, beside)
+
+
 SAMPLES = {
     "two": {"images": 2},
     "long answer": {"images": 1, "answer_tokens": 300},
@@ -108,10 +146,10 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", slow("qwen2_5_vl"), slow("smolvlm"), slow("internvl")])
+@pytest.mark.parametrize("name", ["qwen3_vl", *map(slow, ("qwen2_5_vl", "smolvlm", "internvl", *TINY))])
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_predicted_as_measured(name, sample, tmp_path):
-    folder = video_models.make(name, tmp_path / "model")
+    folder = _made(name, tmp_path / "model")
     config = AutoConfig.from_pretrained(folder)
     images = image_inputs(str(folder), config, {"image_size": "320x240", **SAMPLES[sample]}, None)
     batch = images.batch(config, FIELDS["per_device_train_batch_size"])

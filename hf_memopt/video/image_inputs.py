@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +35,8 @@ class ImageInputs(VideoInputs):
 
     def clip(self, config) -> ClipShape:
         kind, settings = _image_processor(config, self.settings)
-        multiple = settings.get("patch_size", 1) * settings.get("merge_size", 1)
+        patch = settings.get("patch_size", 1)
+        multiple = patch["height"] if isinstance(patch, dict) else patch * settings.get("merge_size", 1)
         size = capped_size(self.height, self.width, self.max_pixels_per_frame, multiple)
         with as_input_error(f"images of {config.model_type}", ImportError, ValueError, TypeError):
             tensors = _picture(kind, json.dumps(settings), *size)
@@ -44,7 +46,11 @@ class ImageInputs(VideoInputs):
 
     def place(self, config) -> tuple[int, int, int]:
         token = getattr(config, "image_token_id", None)
-        return (config.image_token_index if token is None else token), _IMAGE_TYPE, 2  # its start and its end
+        beside = 2  # its start and its end
+        if config.model_type == "mistral3":  # a break behind each row
+            patch = _image_processor(config, self.settings)[1]["patch_size"]["height"]
+            beside = int(self.clip(config).tensors["image_sizes"][0, 0]) // patch
+        return (config.image_token_index if token is None else token), _IMAGE_TYPE, beside
 
     def halved(self) -> None:
         """Fewer pictures would be other samples."""
@@ -124,7 +130,8 @@ def _picture(kind: str, settings: str, height: int, width: int) -> dict[str, tor
 
     processor = getattr(transformers, kind)(**json.loads(settings))
     made = processor(images=[Image.new("RGB", (width, height))], return_tensors="pt")
-    return {name: made[name].to("meta") if name == "pixel_values" else made[name] for name in _INPUTS if name in made}
+    made = {name: torch.as_tensor(made[name]) for name in _INPUTS if name in made}
+    return {name: value.to("meta") if name == "pixel_values" else value for name, value in made.items()}
 
 
 def _image_processor(config, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -152,17 +159,26 @@ def _image_processor(config, settings: dict[str, Any]) -> tuple[str, dict[str, A
             taken["size"] = _PUBLISHED_SIZE
         patches = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
         return kind, {**taken, **patches, "temporal_patch_size": getattr(vision, "temporal_patch_size", 1)}
+    side = getattr(vision, "image_size", None)
     if hasattr(config, "mm_tokens_per_image"):
-        taken["size"] = {"height": vision.image_size, "width": vision.image_size}
+        taken["size"] = {"height": side, "width": side}
+    elif config.model_type in _CROPPED:
+        taken = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}, **taken}
+        if hasattr(config, "image_grid_pinpoints"):
+            taken["image_grid_pinpoints"] = config.image_grid_pinpoints
+    elif config.model_type == "mistral3":
+        merged = vision.patch_size * config.spatial_merge_size
+        taken = {"size": {"longest_edge": side}, **taken, "patch_size": {"height": merged, "width": merged}}
     return kind, taken
 
 
 # Of all of Qwen's checkpoints since Qwen3-VL (preprocessor_config.json), where a job's own are not known.
 _PUBLISHED_SIZE = {"shortest_edge": 65536, "longest_edge": 16777216}
 _MOST, _MOST_PIXELS = 10_000, 2**27  # a picture is made to be asked about; Pillow warns of more pixels than these
-_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw")  # that the models take
+_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")  # that the models take
+_CROPPED = ("llava", "vipllava", "llava_next")  # whose tower takes pictures of one side
 _SETTINGS = {"size", "max_image_size", "min_pixels", "max_pixels", "do_image_splitting", "crop_to_patches"}
-_SETTINGS |= {"min_patches", "max_patches", "max_num_tiles"}
+_SETTINGS |= {"min_patches", "max_patches", "max_num_tiles", "crop_size"}
 
 
 def _tokens(config, settings: dict[str, Any], tensors: dict[str, Any]) -> int:
@@ -173,12 +189,31 @@ def _tokens(config, settings: dict[str, Any], tensors: dict[str, Any]) -> int:
     """
     if "image_grid_thw" in tensors:
         return math.prod(tensors["image_grid_thw"][0].tolist()) // settings["merge_size"] ** 2
+    if hasattr(config, "image_grid_pinpoints"):
+        return _tiled_tokens(config, settings, tensors)
+    if config.model_type == "mistral3":
+        return math.prod(side // settings["patch_size"]["height"] for side in tensors["image_sizes"][0].tolist())
     tiles = math.prod(tensors["pixel_values"].shape[:-3])
     if tokens := getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None):
         return tiles * tokens
     if scale := getattr(config, "scale_factor", None):  # Idefics3, SmolVLM
         return tiles * (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // scale**2
     raise _unknown(config)
+
+
+def _tiled_tokens(config, settings: dict[str, Any], tensors: dict[str, Any]) -> int:
+    """LLaVA-NeXT's: those of the whole picture, and of its tiles without what pads them, as its processor counts."""
+    from transformers import LlavaNextProcessor
+
+    if config.model_type not in _CROPPED:
+        raise _unknown(config)
+    processor = LlavaNextProcessor.__new__(LlavaNextProcessor)  # without a tokenizer, which it does not ask
+    processor.image_processor = SimpleNamespace(**settings)
+    processor.patch_size = config.vision_config.patch_size
+    processor.num_additional_image_tokens = 1  # CLIP's for the whole picture
+    side = settings["crop_size"]["height"]
+    features = processor._get_number_of_features(*tensors["image_sizes"][0].tolist(), side, side)
+    return features - (config.vision_feature_select_strategy == "default")
 
 
 def _unknown(config) -> InputError:
