@@ -15,9 +15,9 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
-from hf_memopt.errors import InputError, brief
+from hf_memopt.errors import InputError, brief, choose
 from hf_memopt.other_names import plain_word
-from hf_memopt.units import read_bytes, read_number
+from hf_memopt.units import GIB, MIB, read_bytes, read_number
 
 Hints = Mapping[str, Any]
 
@@ -122,12 +122,13 @@ _WORDS = {
     dict: "a mapping",
 }
 _LENGTH = re.compile(r"length|_len\b|tokens|positions|(?:chunk|tile|block)_size")  # whose k is 1024
+_SIZES = {"_bytes": 1, "_mib": MIB, "_gib": GIB}
 _LARGEST = 2**63 - 1  # what torch, numpy and Arrow hold
 
 
 # TrainingArguments (transformers 5.23) takes more than these annotations say: its __post_init__ itself sets fsdp=True,
 # and makes an AcceleratorConfig of a dict.
-_WIDER = {"fsdp": bool | str | list[str] | None, "accelerator_config": Any}
+_WIDER = {"fsdp": bool | str | list[str] | None, "accelerator_config": dict | str | None}
 
 
 @cache
@@ -171,6 +172,8 @@ def check_value(name: str, hint: Any, value: Any, where: str = "") -> None:
         InputError: names the field, its value and what it takes.
     """
     setting = f"{where}{name}={brief(value)}"
+    if (values := _enumerated(hint)) and isinstance(value, str) and value not in values:
+        raise choose(name, value, values)
     if not _accepts(hint, value):
         quotes = "; YAML reads an unquoted no, off or yes as one" if isinstance(value, bool) else ""
         raise InputError(f"{setting} must be {_described(hint)}{_named(value)}{quotes}")
@@ -182,6 +185,12 @@ def check_value(name: str, hint: Any, value: Any, where: str = "") -> None:
         raise InputError(f"{setting} must {BOUNDS[name].describe(value)}")
 
 
+def _enumerated(hint: Any) -> list[str]:
+    """The values of transformers' enumerations in a union with texts, of which it refuses the others late or never."""
+    kinds = [part for part in typing.get_args(hint) if isinstance(part, type) and issubclass(part, Enum)]
+    return [str(one.value) for kind in kinds if kind.__module__.startswith("transformers.") for one in kind]
+
+
 def _named(value: Any) -> str:
     """The name that YAML or Python has for the type of a value that is no plain text or number."""
     names = {bool: "true or false", list: "a list", dict: "a mapping", type(None): "nothing"}
@@ -189,6 +198,10 @@ def _named(value: Any) -> str:
 
 
 def _converted(name: str, hint: Any, value: Any) -> Any:
+    if value is False and "no" in (choices := _choices(hint)):  # YAML's no
+        return "no"
+    if not _accepts(hint, value) and _accepts(hint, True):  # transformers.hf_argparser.string_to_bool
+        value = {"1": True, "y": True, "t": True, "0": False, "n": False, "f": False}.get(str(value).lower(), value)
     if isinstance(value, str) and not _accepts(hint, value):
         for kind in (int, float):
             if _accepts(hint, kind()) and (number := read_field(name, kind, value)) is not None:
@@ -209,8 +222,9 @@ def read_field(name: str, kind: type, text: str) -> int | float | None:
     try:
         return kind(text)
     except ValueError:
-        number = read_bytes(text) if name.endswith("_bytes") else None
-        number = read_number(text, 1024 if _LENGTH.search(name) else 1000) if number is None else number
+        unit = next((unit for suffix, unit in _SIZES.items() if name.endswith(suffix)), None)
+        number = unit and (read_bytes(text) or 0) / unit
+        number = number or read_number(text, 1024 if _LENGTH.search(name) else 1000, of=name)
         return None if number is None or kind(number) != number else kind(number)
 
 

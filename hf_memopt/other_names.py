@@ -8,8 +8,9 @@ from pathlib import Path
 
 
 def plain_word(name: str) -> str:
-    """A name without case and separators: what is the same in `Max_Seq-Length` and `max_seq_length`."""
-    return "".join(letter for letter in str(name).lower() if letter.isalnum())
+    """A name without case and separators: what is the same in `Max_Seq-Length` and `max_seq_length`. A + is a part of
+    a name: LoRA+ and ZeRO++ are others than LoRA and ZeRO."""
+    return "".join(letter for letter in str(name).lower() if letter.isalnum() or letter == "+")
 
 
 def meant_by(kind: str, name: str, known: Collection[str]) -> str | None:

@@ -7,21 +7,32 @@ MIB = 2**20
 GIB = 2**30
 
 _NUMBER = re.compile(
-    r"(?P<digits>[-+]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)?(?:\.\d+)?(?:e[-+]?\d{1,3})?)\s*(?P<scale>k|m|b|bn|g|t|)"
-    r"\s*(?P<of>tokens?|toks?|samples?|rows?|steps?|gpus?|cards?|devices?|frames?|)",
+    r"(?P<digits>[-+]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)?(?:\.\d+)?(?:e[-+]?\d{1,3})?)\s*(?P<scale>(?:[kmbgt]|bn)(?![a-z])|)"
+    r"\s*(?P<of>[a-z]*)",
     re.IGNORECASE,
 )
+# Words behind a number, without their s, and names of what is counted in them.
+_COUNTED_IN = {
+    **dict.fromkeys(("token", "tok"), "length|_len|tokens|positions|chunk_size|tile_size|block_size"),
+    **dict.fromkeys(("sample", "row", "pair"), "samples|batch|rows|held_out"),
+    **dict.fromkeys(("gpu", "card", "device"), "world_size|devices"),
+    **{"step": "steps", "frame": "frames", "node": "machines", "machine": "machines", "epoch": "epochs"},
+}
 _POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "bn": 3, "g": 3, "t": 4}
 _BYTES = re.compile(r"(?P<digits>\d[\d_]*(?:\.\d+)?)\s*(?P<scale>[kmgt])(?P<binary>i?)b?(?:ytes?)?", re.IGNORECASE)
 
 
-def read_number(text: str, thousand: int = 1000) -> float | None:
+def read_number(text: str, thousand: int = 1000, of: str = "") -> float | None:
     """A number as people write it: 10M, 2.5B, 300k, 1e9, 2,048, 1_000_000, "2k tokens"; None of any other text.
 
     Args:
         thousand: of k; 1024 for lengths, whose 8k are 8,192 tokens.
+        of: the name of what is counted, which says the words that may follow: tokens none of samples.
     """
     parts = _NUMBER.fullmatch(str(text).strip())
+    word = parts["of"].lower().removesuffix("s") if parts else ""
+    if word and not (of and word in _COUNTED_IN and re.search(_COUNTED_IN[word], of)):
+        return None
     if not parts or not re.search(r"\d", parts["digits"].partition("e")[0]):
         return None
     number = float(re.sub("[_,]", "", parts["digits"])) * thousand ** _POWERS[parts["scale"].lower()]

@@ -10,7 +10,9 @@ from importlib import metadata
 import pytest
 import yaml
 from conftest import BIN, ROOT, run, run_forked, slow, sweep
+from transformers.trainer_utils import SaveStrategy
 
+from hf_memopt.field_values import fit
 from hf_memopt.presets import get_preset, list_presets
 from hf_memopt.presets.trl_configs import DEFAULTS
 from hf_memopt.terminal import say
@@ -257,6 +259,28 @@ def test_bad_input_is_one_line_and_code_2(arguments, message, tmp_path):
     assert done.stderr.startswith("error: ") and message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("fsdp=nonsense", "unknown fsdp 'nonsense'"),
+        ("deepspeed=true", "deepspeed=True must be a file, a mapping or a name"),
+        ("save_strategy=never", "unknown save_strategy 'never'"),
+        ("lr_scheduler_type=cosine annealing", "unknown lr_scheduler_type 'cosine annealing'"),
+        ("accelerator_config=true", "accelerator_config=True must be a mapping or a text"),
+        ("gradient_checkpointing_kwargs=use_reentrant=False", "must be a mapping, or its JSON"),
+    ],
+)
+def test_settings_that_the_libraries_would_refuse_late(setting, message, command):
+    code, _, error = command("estimate", "smollm2-135m", "--hardware", "2xh100", "--set", setting)
+    assert code == 2 and message in error and len(error.splitlines()) == 1
+
+
+def test_values_as_people_write_them():
+    kinds = {"tf32": bool | None, "bf16": bool, "save_strategy": SaveStrategy | str, "max_memory_gib": float | None}
+    written = {"tf32": "y", "bf16": 0, "save_strategy": False, "max_memory_gib": "20GiB"}
+    assert fit(kinds, written) == {"tf32": True, "bf16": False, "save_strategy": "no", "max_memory_gib": 20}
 
 
 @pytest.mark.slow

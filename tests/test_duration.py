@@ -11,13 +11,13 @@ from hf_memopt.estimator.duration import Amount, duration, parse_count, time_tex
     [("10M", 10**7), ("2.5B", 25 * 10**8), ("300k", 300_000), ("1e9", 10**9), ("1_000_000", 10**6), ("7", 7)],
 )
 def test_counts_are_read_as_people_write_them(text, count):
-    assert parse_count(text) == count
+    assert parse_count(text, "tokens") == count
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "M", "ten", "1e99", "0.5", "nan", "10 MB"])
 def test_what_is_no_count_is_refused(text):
     with pytest.raises(InputError, match="must be a number such as"):
-        parse_count(text)
+        parse_count(text, "samples")
 
 
 def test_time_and_cost_are_tokens_over_speed():
@@ -65,7 +65,6 @@ def test_rows_of_a_data_set_are_an_amount(command, jsonl):
     [
         ("2k", 1024, 2048),
         ("2k", 1000, 2000),
-        ("1.5k tokens", 1024, 1536),
         ("2,048", 1000, 2048),
         ("1e3", 1000, 1000),
         ("1e999", 1000, None),
@@ -78,6 +77,28 @@ def test_numbers_as_people_write_them(text, thousand, number):
     from hf_memopt.units import read_number
 
     assert read_number(text, thousand) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "of", "number"),
+    [
+        ("1.5k tokens", "tokens", 1500),
+        ("2k toks", "max_length", 2000),
+        ("8 gpus", "world_size", 8),
+        ("4 samples", "per_device_train_batch_size", 4),
+        ("10M rows", "samples", 10**7),
+        ("2 nodes", "machines", 2),
+        ("5 steps", "learning_rate", None),
+        ("10M tokens", "samples", None),
+        ("4 gpus", "per_device_train_batch_size", None),
+        ("24 tokens", "", None),
+        ("7 bananas", "samples", None),
+    ],
+)
+def test_a_word_behind_a_number_is_of_what_is_counted(text, of, number):
+    from hf_memopt.units import read_number
+
+    assert read_number(text, of=of) == number
 
 
 @pytest.mark.parametrize(

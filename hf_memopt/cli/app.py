@@ -454,6 +454,10 @@ def main() -> None:
     if len(sys.argv) == 1:
         # click (8.2) would raise NoArgsIsHelpError, whose message is the help, with exit code 2.
         sys.argv.append("--help")
+    own = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv  # of a script, the others
+    for option, value in zip(own, [*own[1:], None], strict=True):
+        if option.startswith("--") and (value == "" or option.endswith("=")):
+            _fail(f"{option.rstrip('=')} is empty: give it a value, or leave it out")
     try:
         # Help has typer's colours, and no text of others.
         with nullcontext() if {"--help", "-h"} & set(sys.argv) else only_plain_text():

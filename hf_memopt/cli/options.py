@@ -7,16 +7,18 @@ from typing import Annotated
 
 import typer
 
-from hf_memopt.units import GIB, read_bytes, read_number
+from hf_memopt.units import GIB, MIB, read_bytes, read_number
+
+_SMALLEST = 16 * MIB  # bytes of memory that a person means
 
 
-def count(value: str | int | None) -> int | None:
+def count(value: str | int | None, param: typer.CallbackParam = None) -> int | None:
     """A number of samples, devices or machines, as people write it.
 
     Raises:
         typer.BadParameter: it is no whole number, less than 1, or too large for a size in a tensor's shape.
     """
-    return None if value is None else _whole(value, read_number(str(value)))
+    return None if value is None else _whole(value, read_number(str(value), of=param.name if param else ""))
 
 
 def length(value: str | int | None) -> int | None:
@@ -25,10 +27,12 @@ def length(value: str | int | None) -> int | None:
     Raises:
         typer.BadParameter: as count() raises it.
     """
-    return None if value is None else _whole(value, read_number(str(value), thousand=1024))
+    return None if value is None else _whole(value, read_number(str(value), thousand=1024, of="tokens"))
 
 
 def _whole(written: str | int, number: float | None) -> int:
+    if re.fullmatch(r"\d{1,3}(\.000)+", str(written)):
+        raise typer.BadParameter(f"{written!r} may be {int(number)} or a thousand times that: leave the point out")
     if number is None or number != int(number):
         raise typer.BadParameter(f"{written!r} is no whole number, as in 2048 or 2k")
     if not 1 <= number < 2**31:
@@ -53,6 +57,8 @@ def size(value: str | float | None) -> int | None:
         raise typer.BadParameter(f"{value!r} is no size in GiB, as in 20, 20GiB or 24GB")
     if not 0 < count < 2**63:
         raise typer.BadParameter(f"{value} must be above 0, and finite")
+    if count < _SMALLEST:
+        raise typer.BadParameter(f"{value!r} is {count:,.0f} bytes, which no job fits: write 24 or 24GB for gigabytes")
     return int(count)
 
 
@@ -101,7 +107,7 @@ def length_or_max(value: str | None) -> int | str | None:
     """
     if value is None or value.strip().lower() == "max":
         return value and "max"
-    if read_number(value) is None:
+    if read_number(value, of="tokens") is None:
         raise typer.BadParameter(f"{value!r} is neither a number of tokens nor max")
     return length(value)
 

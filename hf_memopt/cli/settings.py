@@ -5,6 +5,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError, brief, choose, respell
 from hf_memopt.field_values import fit, hints_of
+from hf_memopt.hardware.attention_kernels import FLASH
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.presets import DTYPES
@@ -12,6 +13,7 @@ from hf_memopt.presets.quantization_fields import check_quantization
 from hf_memopt.yaml_values import module_names, read_yaml
 
 _PREFIXES = ("lora", "quantization", "model")
+_ATTENTION = ("eager", "sdpa", "flex_attention", *FLASH)
 _OWN = {
     "dtype": str,
     "attn_implementation": str | None,
@@ -70,6 +72,8 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
         if dot and prefix not in _PREFIXES:
             raise InputError(f"--set {setting}: only lora., quantization. and model. have keys of their own")
         group = prefix if dot else next((group for group, keys in by_group.items() if key in keys), "")
+        if re.fullmatch(r"0\d+|\d+(:\d+)+", text.strip()):
+            raise InputError(f"--set {setting}: YAML reads {text} in base 8 or 60; write a plain number")
         value, place = read_yaml(text, f"--set {key}"), name if dot else key
         value = module_names(value) if place.endswith("modules") else value
         if groups[group].setdefault(place, value) != value:
@@ -78,6 +82,10 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
     own |= {"dtype": respell("dtype", own["dtype"], (*DTYPES, "auto"))} if "dtype" in own else {}
     if own.get("dtype") is not None and own["dtype"] not in (*DTYPES, "auto"):
         raise choose("dtype", own["dtype"], (*DTYPES, "auto"))
+    if attention := own.get("attn_implementation"):
+        attention = own["attn_implementation"] = respell("attn_implementation", attention, _ATTENTION)
+        if attention not in _ATTENTION and not re.search("[/|]", attention):  # kernels of the hub, and paged forms
+            raise choose("attn_implementation", attention, _ATTENTION)
     return {
         "training": groups[""],
         "lora": groups["lora"],

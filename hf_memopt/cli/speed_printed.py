@@ -32,9 +32,9 @@ class AmountOptions:
         from hf_memopt.estimator.duration import Amount, parse_count
 
         return Amount(
-            tokens=None if self.tokens is None else parse_count(self.tokens),
+            tokens=None if self.tokens is None else parse_count(self.tokens, "tokens"),
             epochs=self.epochs,
-            samples=None if self.samples is None else parse_count(self.samples),
+            samples=None if self.samples is None else parse_count(self.samples, "samples"),
             price=self.price,
         )
 

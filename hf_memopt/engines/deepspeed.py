@@ -167,6 +167,8 @@ def deepspeed_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any
     Raises:
         InputError: there is no such file or name, it is not JSON, or DeepSpeed cannot read a value of it.
     """
+    if not isinstance(config, Mapping | str | Path):
+        raise InputError(f"deepspeed={brief(config)} must be a file, a mapping or a name, as in zero3")
     if isinstance(config, Mapping) or is_inline_json(config) or os.path.isfile(config):  # Path.is_file fails: too long
         return check_deepspeed(read_settings(config, "deepspeed"))
     if (inline := decode_inline(str(config))) is not None:

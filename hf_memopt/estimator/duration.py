@@ -102,13 +102,16 @@ class Amount:
         return self.tokens if self.samples is None else self.count_samples() * seq_len
 
 
-def parse_count(text: str) -> int:
+def parse_count(text: str, of: str) -> int:
     """A number of tokens or samples as people write it: 10M, 2.5B, 300k, 1e9, 1_000_000.
+
+    Args:
+        of: tokens or samples.
 
     Raises:
         InputError: it is not one, or less than 1.
     """
-    number = read_number(text) or 0.0
+    number = read_number(text, of=of) or 0.0
     if not 1 <= number < 1e18:
         raise InputError(f"{brief(text)} must be a number such as 300k, 10M, 2.5B or 1000000")
     return round(number)

@@ -75,9 +75,10 @@ def _check_texts(values: dict[str, Any]) -> None:
     for name in ("torch_compile_mode", "torch_compile_backend"):
         if values.get("torch_compile") is False and values.get(name):
             raise InputError(f"torch_compile=False and {name}={brief(values[name])}: leave one of the two out")
-    kwargs = values.get("lr_scheduler_kwargs")
-    if isinstance(kwargs, str) and not kwargs.startswith("{"):
-        raise InputError(f'lr_scheduler_kwargs={brief(kwargs)} must be a mapping, or its JSON: {{"num_cycles": 2}}')
+    for name, kwargs in values.items():
+        if name.endswith("_kwargs") and isinstance(kwargs, str) and not kwargs.startswith("{"):
+            example = '{"use_reentrant": false}' if "checkpointing" in name else '{"num_cycles": 2}'
+            raise InputError(f"{name}={brief(kwargs)} must be a mapping, or its JSON: {example}")
     for pair in (values.get("optim_args") or "").replace(" ", "").split(","):
         if pair and pair.count("=") != 1:
             raise InputError(f"optim_args: {brief(pair)} must be name=value, several with commas between them")

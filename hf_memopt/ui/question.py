@@ -21,7 +21,7 @@ def read_length(text: str, where: str) -> int | None:
     """
     if not text.strip():
         return None
-    tokens = read_number(text, thousand=1024)
+    tokens = read_number(text, thousand=1024, of="tokens")
     if tokens is None or tokens != int(tokens) or not 0 < tokens < 10**9:
         raise InputError(f"{where}={brief(text)} must be a whole number above 0, as in 2048 or 2k")
     return int(tokens)
