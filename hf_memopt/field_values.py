@@ -128,7 +128,7 @@ _LARGEST = 2**63 - 1  # what torch, numpy and Arrow hold
 
 # TrainingArguments (transformers 5.23) takes more than these annotations say: its __post_init__ itself sets fsdp=True,
 # and makes an AcceleratorConfig of a dict.
-_WIDER = {"fsdp": bool | str | list[str] | None, "accelerator_config": dict | str | None}
+WIDER = {"fsdp": bool | str | list[str] | None, "accelerator_config": dict | str | None}
 
 
 @cache
@@ -144,7 +144,7 @@ def _hint(item: Field, annotation: Any) -> Any:
         return typing.Literal[tuple(choices)]
     if item.name == "loss_type" and annotation == list[str]:  # trl 1.16, DPOConfig.__post_init__ takes one as well
         return str | list[str]
-    return _WIDER.get(item.name, annotation)
+    return WIDER.get(item.name, annotation)
 
 
 def fit(hints: Hints, values: Mapping[str, Any], where: str = "") -> dict[str, Any]:

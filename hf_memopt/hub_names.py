@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 _PAGE = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:(?:datasets|models)/)?"
+    r"(?:hf:/|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co))/(?:(?:datasets|models)/)?"
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?:tree|blob|resolve|raw|discussions|settings|viewer)(?:/.*)?)?/?(?:[?#].*)?",
     re.ASCII,
 )

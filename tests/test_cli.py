@@ -268,7 +268,6 @@ def test_bad_input_is_one_line_and_code_2(arguments, message, tmp_path):
         ("deepspeed=true", "deepspeed=True must be a file, a mapping or a name"),
         ("save_strategy=never", "unknown save_strategy 'never'"),
         ("lr_scheduler_type=cosine annealing", "unknown lr_scheduler_type 'cosine annealing'"),
-        ("accelerator_config=true", "accelerator_config=True must be a mapping or a text"),
         ("gradient_checkpointing_kwargs=use_reentrant=False", "must be a mapping, or its JSON"),
     ],
 )

@@ -209,6 +209,9 @@ def hub_id(model: str) -> str:
     return bundled.hub_id if bundled and not Path(model).exists() else str(model)
 
 
+_QUANTIZED = re.compile(r"([-_.](unsloth|bnb|awq|gptq|gguf|int[48]|fp8|[48][-_]?bits?|q\d\w*))+$")
+
+
 def _unknown(model, reason: str) -> InputError:
     sentence = reason.split(". ")[0].rstrip(".")[:200]
     near = " or ".join(repr(name) for name in _nearest_names(str(model)))
@@ -219,5 +222,6 @@ def _unknown(model, reason: str) -> InputError:
 def _nearest_names(model: str) -> list[str]:
     """Return at most three bundled names that look like a name: a hub id by what follows its owner."""
     name, known = model.lower().split("/")[-1][:100], list_architectures()
+    name = _QUANTIZED.sub("", name)  # the method quantizes, whatever copy of the weights is asked for
     longer = [other for other in known if len(name) > 2 and plain_word(other).startswith(plain_word(name))]
     return list(dict.fromkeys([*longer, *difflib.get_close_matches(name, known, n=3, cutoff=0.6)]))[:3]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_memopt.errors import InputError, choose
+from hf_memopt.errors import InputError, choose, respell
 from hf_memopt.field_values import fit
 from hf_memopt.stack.declared import declared_parameters
 
@@ -40,8 +40,9 @@ def check_quantization(quantization: dict[str, Any]) -> dict[str, Any]:
     for key in quantization.keys() - fields:
         raise choose("key of quantization", str(key), fields)
     fitted = fit(_HINTS, quantization, "quantization.")
-    for name, names in _CHOICES.items():
-        if fitted.get(name) not in (None, *names):
+    for name in _CHOICES.keys() & fitted.keys():
+        names, fitted[name] = _CHOICES[name], respell("dtype", fitted[name], _CHOICES[name])
+        if fitted[name] not in (None, *names):
             raise choose(f"quantization.{name}", fitted[name], names)
     if fitted.get("load_in_4bit") and fitted.get("load_in_8bit"):
         raise InputError("quantization.load_in_4bit and quantization.load_in_8bit exclude each other: set one of them")

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Optional, Union
 
+from hf_memopt.field_values import WIDER
+
 # Class -> where its package declares it; the bases that are not here declare no fields.
 _PLACES = {
     "TrainingArguments": "transformers/training_args.py",
@@ -50,7 +52,7 @@ def declared_hints(name: str) -> dict[str, Any]:
     for item in body.body:
         is_field = isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
         if is_field and "ClassVar" not in ast.unparse(item.annotation):
-            hints[item.target.id] = _type(item.annotation)
+            hints[item.target.id] = WIDER.get(item.target.id) or _type(item.annotation)
     return hints
 
 
