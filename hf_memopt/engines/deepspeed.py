@@ -20,6 +20,7 @@ _SIZES = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
+_BUCKET = 5e8  # elements: DeepSpeed's default of reduce_bucket_size
 _UNLIMITED = 1e9  # elements: DeepSpeed's default of every limit of ZeRO-3 (deepspeed.runtime.zero.config)
 
 
@@ -75,6 +76,13 @@ class DeepSpeed(Engine):
         if self.zero_stage < 3:
             return None
         return max(self._limit(f"stage3_max_{name}") for name in ("live_parameters", "reuse_distance"))
+
+    @property
+    def gradient_bucket(self) -> float | None:
+        if self.zero_stage != 2:
+            return None
+        size = self.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size", _BUCKET)
+        return None if size == "auto" else float(size)
 
     @property
     def step_group(self) -> float | None:

@@ -53,6 +53,7 @@ class Engine:
     reshards: ClassVar[bool] = True  # FSDP frees gathered weights after forward (fsdp_reshard_after_forward)
     gathers_to_generate: ClassVar[str] = ""  # by what TRL gathers weights to generate (trl 1.16, models/utils.py)
     live_weights: ClassVar[float | None] = None  # elements that may stay gathered, however deep the model is
+    gradient_bucket: ClassVar[float | None] = None  # elements of whole gradients that wait to be reduced
     step_group: ClassVar[float | None] = None  # elements that the optimizer steps over at once, on each process
 
     offloads = property(lambda self: self.offload != "none")

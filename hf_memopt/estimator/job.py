@@ -292,13 +292,17 @@ class Job(ModelSettings):
 
     def _fewest_layers(self) -> int:
         """Layers that a shallow model of this job needs, at least."""
-        fewest, live = self.engine.fewest_layers, self.engine.live_weights
-        if live is None:
+        fewest, live, bucket = self.engine.fewest_layers, self.engine.live_weights, self.engine.gradient_bucket
+        limit = bucket if live is None else live
+        if limit is None:
             return fewest
-        # ZeRO-3 keeps gathered weights up to a limit. Where the whole model exceeds it, the shallow one must too, or
-        # the extrapolation would keep every layer gathered; at most 16 layers, with fewer the estimate is too high.
-        _, layer = self.elements()
-        needed = int(2 * live / layer) + 2 if layer * count_layers(self.config) > live else 0
+        # ZeRO-3 keeps gathered weights up to a limit, and ZeRO-2 whole gradients. Where the model exceeds it, the shallow
+        # one must too, or the extrapolation would keep those of every layer. Of weights at most 16 layers, with fewer
+        # the estimate is too high; gradients of small layers fill buckets that end in others of a deeper model.
+        layers, (_, layer) = count_layers(self.config), self.elements(trained=live is None)
+        needed = int(2 * limit / layer) + 2 if layer * layers > limit else 0
+        if live is None:
+            return layers if needed > fewest else fewest
         return max(fewest, min(needed, _MOST_LAYERS))
 
     def at_depth(self, depth: int) -> TracedJob:

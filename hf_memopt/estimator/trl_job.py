@@ -75,7 +75,7 @@ def describe_task(
     Raises:
         InputError: an unknown model, or a job that cannot run or is not modelled.
     """
-    fields = args if isinstance(args, dict) else vars(args)
+    fields = args if isinstance(args, dict) else getattr(args, "__dict__", {})
     if not tool:
         _check_fsdp_config(fields.get("fsdp_config"))
     if (row := TRL_TASKS.get(task)) is None:
