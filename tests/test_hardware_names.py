@@ -23,6 +23,13 @@ COUNTS = (
     "{card}x{n}",
     "{card} x{n}",
     "{card} x {n}",
+    "{card} * {n}",
+    "{card}:{n}",
+    "{card} ({n} GPUs)",
+    "{card}, {n} gpus",
+    "{n} of {card}",
+    "{n}-{card}",
+    "{n} {card}",
 )
 
 
@@ -54,18 +61,26 @@ def _family(text, count):
     try:
         card, devices = read_devices(text)
     except InputError as error:
-        assert "which card?" in str(error) or "which of the numbers" in str(error), (text, str(error))
+        asked = ("which card?", "which of the numbers", f": {count} of them, or {count} GB?")
+        assert any(question in str(error) for question in asked), (text, str(error))
+        if asked[-1] in str(error):
+            return _family(re.search(r"Write '([^']*)'", str(error))[1], count)  # the sentence's own fix
         found = set(re.findall(r"\w+", str(error)))
         return ({*found, *catalog()} if " more" in str(error) else found), count
     written, _ = device_names.counted(text, catalog())
     return {card, *device_names.names_meant(written, catalog())}, devices
 
 
+def _counts(key):
+    """Usual counts, and those that are a number of the card's own name: 4 T4."""
+    return (2, 4, 8, 16, 512, *(int(number) for number in re.findall(r"\d+", key) if int(number) <= 1024))
+
+
 def _cases():
     for key, device in catalog().items():
         for name in _spellings(key, device):
             words = itertools.product([key], [name], _CASES, _SEPARATORS, COUNTS)
-            yield from ((*word, n) for word, n in zip(words, itertools.cycle((2, 4, 8, 16, 512)), strict=False))
+            yield from ((*word, n) for word, n in zip(words, itertools.cycle(_counts(key)), strict=False))
 
 
 def _check(case):
@@ -85,7 +100,7 @@ def test_words_for_cards():
         spellings = _spellings(key, device)
         for form in COUNTS:
             one = (drawn.choice(spellings), drawn.choice(_CASES), drawn.choice(_SEPARATORS))
-            _check((key, *one, form, drawn.choice((2, 4, 8, 16, 512))))
+            _check((key, *one, form, drawn.choice(_counts(key))))
 
 
 @pytest.mark.sweep
@@ -120,6 +135,34 @@ def test_a_card_and_its_count(subtests):
         ("16GB MacBook Air M2", ("apple_m2_16gb", 1)),
         ("4080 mobile", ("rtx_4080_laptop", 1)),
         ("jetson", ("jetson_orin_nano_8gb", 1)),
+        ("4t4", ("t4", 4)),
+        ("L4:4", ("l4", 4)),
+        ("m2 2 gpus", ("apple_m2_8gb", 2)),
+        ("rtx 3070 * 8", ("rtx_3070", 8)),
+        ("MI300x8", ("mi300x", 8)),
+        ("MI250x8", ("mi250", 8)),
+        ("8x V100s", ("v100_sxm2_16gb", 8)),
+        ("8x nvidia L40s", ("l40s", 8)),
+        ("Titan RTX + Titan RTX", ("titan_rtx", 2)),
+        ("4090 + 2x 4090", ("rtx_4090", 3)),
+        ("dual 3090", ("rtx_3090", 2)),
+        ("eight H100s", ("h100_80gb", 8)),
+        ("H100 (8)", ("h100_80gb", 8)),
+        ("A100x8-80GB", ("a100_80gb", 8)),
+        ("2x a100_80gb_x8", ("a100_80gb", 16)),
+        ("2 nodes of 8xH100", ("h100_80gb", 16)),
+        ("kaggle 2xT4", ("t4", 2)),
+        ("T4 (colab)", ("t4", 1)),
+        ("my 4090 w/ 24576MiB", ("rtx_4090", 1)),
+        ("3090 (24 gigs each)", ("rtx_3090", 1)),
+        ("4070M", ("rtx_4070_laptop", 1)),
+        ("3060 12", ("rtx_3060", 1)),
+        ("4070tisuper", ("rtx_4070_ti_super", 1)),
+        ("Apple M4 Max (40-core GPU) 128GB unified", ("apple_m4_max_128gb", 1)),
+        ("NVIDIA H100 80GB HBM3", ("h100_80gb", 1)),
+        ("NVIDIA GH200 480GB", ("gh200_96gb", 1)),
+        ("AMD Instinct MI250X/MI250", ("mi250x", 1)),
+        ("AMD Instinct MI300X OAM", ("mi300x", 1)),
     ]:
         with subtests.test(text=text, expected=expected):
             assert read_devices(text) == expected
@@ -135,13 +178,21 @@ def test_words_that_name_no_card_are_asked_about(subtests):
         ("rtx", "which card? rtx_3060"),
         ("laptop", "which card? rtx_3050_laptop"),
         ("RTX 3090 12GB", "no such card has 12 GB; there are rtx_3090 (24 GB)"),
-        ("16 t4", "16 of them, or 16 GB? Write '16x t4' or 't4'"),
+        ("16 t4", "16 of them, or 16 GB? Write '16x t4' or 't4 16GB'"),
         ("0x4090", "the number of devices must be at least 1"),
         ("2000x h100", "write --hardware 'h100' --world-size 2000"),
         ("4090, 3090", "2 names of cards (rtx_4090, rtx_3090)"),
         ("4090 + 2x 3090", "2 names of cards"),
         ("4090 and 3090", "2 names of cards"),
-        ("2x a100x8", "unknown hardware"),
+        ("T4 4", "hardware='T4 4': 4 of them? Write '4x T4'"),
+        ("16-mac mini m2", "hardware='16-mac mini m2': 16 of them, or 16 GB?"),
+        ("rx 580", "unknown hardware 'rx 580'"),
+        ("gtx 970", "unknown hardware 'gtx 970'"),
+        ("MX450", "unknown hardware 'MX450'"),
+        ("Tesla M40", "unknown hardware 'Tesla M40'"),
+        ("Tesla M4", "unknown hardware 'Tesla M4'"),
+        ("rtx 20", "which card? rtx_2060"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "unknown hardware"),
     ]:
         with subtests.test(text=text, message=message):
             with pytest.raises(InputError) as refused:

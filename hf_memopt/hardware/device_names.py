@@ -3,46 +3,102 @@
 import functools
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from hf_memopt.errors import InputError, brief, choose, listed
 
 logger = logging.getLogger(__name__)
 # Places and families that people name in the place of a device.
 _ALIASES = {"colab": "t4", "mps": "apple", "metal": "apple", "apple silicon": "apple"}
-# They may stand before a device's own name ("colab t4", "MacBook Air M2"), which then says it all.
-_PLACE = re.compile(r"^(?:google )?(?:colab|kaggle)[ _-]+(?!pro)(?=\S)")
-_MAC = re.compile(r"(?<![a-z])(?:apple )?i?mac(?:book)?(?:[ _-]*(?:air|pro|mini|studio))?(?![a-z])")
 _SPELLINGS = {"mobile": "laptop", "gen": "generation"}
 
 # What a vendor or driver adds to a product's name, or leaves out of it, and what people add.
-_BRANDS = {
-    *("nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "graphics", "edition", "generation"),
-    *("gpu", "gpus", "card", "cards", "vram", "ram", "memory", "of", "with"),
+_VENDORS = {
+    "nvidia": {"nvidia", "geforce", "tesla"},
+    "amd": {"amd", "radeon", "instinct"},
+    "intel": {"intel"},
+    "cpu": {"amd", "intel"},
 }
-_SIZE = re.compile(r"(\d+)[\s_-]*g(?:i?b)?s?\b")
-# 2x, x2, 2 x, x 2, with * or × for x; before the name, or after it.
-_COUNTED = (
-    re.compile(r"(?P<count>-?\d+)\s*[x×*]\s*(?P<card>.+)"),
-    re.compile(r"[x×*]\s*(?P<count>-?\d+)\s+(?P<card>.+)"),
-    re.compile(r"(?P<card>.+?)[\s_-]*\(?[x×*]\s*(?P<count>-?\d+)\)?"),
-    re.compile(r"(?P<card>.+?)[\s_]+\(?(?P<count>-?\d+)\s*[x×*]\)?"),
+_BRANDS = set().union(*_VENDORS.values())
+_FILLERS = {
+    *("graphics", "edition", "generation", "gpu", "gpus", "card", "cards", "vram", "ram", "memory", "of", "with"),
+    *("each", "unified", "desktop", "oam", "nvlink", "series"),
+}
+_NUMBERS = {
+    **{"one": 1, "single": 1, "two": 2, "dual": 2, "pair": 2, "three": 3, "triple": 3, "four": 4, "quad": 4},
+    **{"eight": 8, "sixteen": 16},
+}
+_GB = r"g(?:i?b|igs?|igabytes?)?s?"
+_SIZE = re.compile(rf"(\d+)[\s_-]*{_GB}\b")
+# What a text says otherwise than the rest of this file reads it, in the order of reading.
+_REWRITTEN = [
+    (re.compile(pattern, re.IGNORECASE), new)
+    for pattern, new in (
+        (r"\((?:r|tm)\)|\bhbm\d\w?\b|(?<![a-z])w/", " "),
+        (r"^my\s+", ""),
+        # A place may stand beside a device's own name ("colab t4", "MacBook Air M2"), which then says it all.
+        (r"^(?:google )?(?:colab|kaggle)[ _-]+(?!pro)(?=\S)|\s*\((?:google )?(?:colab|kaggle)\)$", ""),
+        (r"(?<![a-z])(?:apple )?i?mac(?:book)?(?:[ _-]*(?:air|pro|mini|studio))?(?![a-z])", "apple"),
+        (r"[(\s-]*\b\d+[\s_-]*cores?\b(?:[\s_-]*gpu)?\)?", " "),  # Apple's chips: no name, and no count
+        (r"(?<!\d)(\d{4,6})[\s_-]*mi?b\b", lambda found: f"{round(int(found[1]) / 1024)}gb"),
+        (r"(?<!\d)(\d{4})m\b", r"\1 laptop"),
+        (r"tisuper\b", "ti super"),
+        (
+            rf"^(?:a )?({'|'.join(_NUMBERS)})[\s_-]+(?=\S)",
+            lambda found: f"{_NUMBERS[found[1].lower()]}x ",
+        ),
+        # "A100x8 80GB": the count comes last.
+        (rf"^(.+?)((?:(?<=\d)|[\s_-]+)[x×*]\s*\d{{1,3}})([\s_-]+\(?\d+\s*{_GB}\)?)$", r"\1\3\2"),
+    )
+]
+_N = r"(?P<count>-?\d+)"
+_UNITS = r"(?:gpus?|cards?|pcs|pieces|ways?)"
+# 2x, 2 x, (2x); 4090x2, 4090 (x2); 4090 2x
+_TIMES = (
+    rf"\(?{_N}[\s_-]*[x×*]\)?[\s_-]*(?P<card>.+)",
+    rf"(?P<card>.+?)(?:-[x×*]-|[\s_,-]*[(\[]?[x×*][\s_]*){_N}[)\]]?",
+    rf"(?P<card>.+?)(?:[\s_]+|-)\(?{_N}[\s_-]*[x×*]\)?",
 )
-_BARE_COUNT = re.compile(r"(?P<count>\d{1,4})\s+(?!gi?b?\b|[x×*])(?P<card>.+)")  # "8 H100s"
-_BARE_SIZE = re.compile(r"(.*[A-Za-z].*)[\s_-](\d{1,3})")
+# 2 of, 2 GPUs, 2 nodes of; x2 4090; 4090 (2 GPUs)
+_COUNTED = (
+    *_TIMES,
+    rf"{_N}[\s_-]*(?:{_UNITS}|nodes?|machines?|of)[\s_-]+(?:of[\s_-]+)?(?P<card>.+)",
+    rf"[x×*][\s_]*{_N}[\s_-]+(?P<card>.+)",
+    rf"(?P<card>.+?)(?:[\s_]+|[\s_]*[,:@(\[-][\s_]*)\(?{_N}[\s_-]*{_UNITS}[)\]]?",
+)
+# "8 H100s", "8h100", "h100:8", "h100 (8)"
+_BARE_COUNTS = (
+    rf"(?P<count>\d{{1,4}})[\s_,-]*(?![\s_,.\d-]|{_GB}\b|[x×*])(?P<card>.+)",
+    r"(?P<count>\d{1,4})[\s_,-]+(?P<card>\d.+)",
+    r"(?P<card>.+?)[\s_]*[:@,(\[][\s_]*(?P<count>\d{1,3})[)\]]?",
+)
+_TRAILING = re.compile(r"(.+?)[\s_-]+(\d{1,3})")  # a count or a size
+_BARE_SIZE = re.compile(r"(?=.*(?:[a-z].*\d|\d{4}).*[\s_-]\d)(.*[a-z\d)])(?<![\s_-]x)[\s_-]+(\d{1,3})", re.IGNORECASE)
 _TOGETHER = re.compile(r"\s*(?:[,;&+|/]|\band\b|\bor\b)\s*")
 MOST_DEVICES = 1024  # that a name may count; more is rather a slip
 _FAMILY = 6  # more devices than this do not share a name without a number: it is a series ("rtx", "laptop")
 _SHOWN = 8  # names in a message
 
 
+@functools.lru_cache(4096)
+def _plain(text: str) -> str:
+    """A text with the words that the patterns and the catalog use."""
+    for pattern, new in _REWRITTEN:
+        text = pattern.sub(new, text)
+    return text.strip()
+
+
+def _parts(name: str) -> list[str]:
+    """The words and numbers of a name, those of its memory left out."""
+    text = re.sub(r"sxm\d\b", " sxm", _SIZE.sub(" ", name))  # else "4 A100" had all its tokens in "A100 SXM4"
+    return [_SPELLINGS.get(part, part) for part in re.findall(r"[a-z]+|\d+", text)]
+
+
+@functools.lru_cache(4096)
 def tokens(name: str) -> frozenset[str]:
     """The parts of a product's name that tell it from others: "RTX 4060Ti 16GB" -> rtx, 4060, ti, 16gb."""
-    text = re.sub(r"\((?:r|tm)\)", " ", name.lower()).replace("_", " ")
-    text = re.sub(r"sxm\d\b", " sxm", text)  # else "4 A100" had all its tokens in "A100 SXM4"
-    sizes = {f"{size}gb" for size in _SIZE.findall(text)}
-    parts = (_SPELLINGS.get(part, part) for part in re.findall(r"[a-z]+|\d+", _SIZE.sub(" ", text)))
-    return frozenset(sizes | (set(parts) - _BRANDS))
+    text = _plain(name).lower().replace("_", " ")
+    return frozenset({f"{size}gb" for size in _SIZE.findall(text)} | (set(_parts(text)) - _BRANDS - _FILLERS))
 
 
 def product(name: str) -> frozenset[str]:
@@ -93,14 +149,19 @@ def names_meant(name: str, devices: Mapping) -> list[str]:
     if name in devices:
         return [name]
     words = _words(name)
-    found = _containing(words, devices)
-    if not found and (sized := _BARE_SIZE.fullmatch(name.strip())):  # "a100 80"
+    found = _matching(name, devices)
+    if not found and (sized := _BARE_SIZE.fullmatch(_plain(name))):  # "a100 80"
         words = _words(f"{sized[1]} {sized[2]}gb")
-        found = _containing(words, devices)
+        found = _matching(f"{sized[1]} {sized[2]}gb", devices)
+    if not found:
+        return [key for key, device in devices.items() if device.reported and _is_reported(name, device)]
     if "apple" not in words and not any(word.isdecimal() for word in words):  # "jetson": none is nearer than another
         return sorted(found)
     # The distance of a name from a device's; a size left out counts less than a "Ti" or "Laptop".
-    distances = {key: sum(0.5 if token.endswith("gb") else 1 for token in (tokens(key) - words)) for key in found}
+    # The catalog leaves "sxm" out where it is the usual form: "v100" is the one of 16 GB as well.
+    distances = {
+        key: sum(0.5 if token.endswith("gb") else 1 for token in tokens(key) - words - {"sxm"}) for key in found
+    }
     return sorted(key for key, distance in distances.items() if distance == min(distances.values()))
 
 
@@ -114,14 +175,23 @@ def counted(text: str, devices: Mapping) -> tuple[str, int]:
     """
     if _is_named(text, devices):
         return text, 1
-    readings = list(dict.fromkeys(_readings(text, devices)))
+    plain = _plain(text)
+    readings = list(_readings(plain, devices, _COUNTED))
+    named = any(_is_named(card, devices) for card, count in readings if count <= MOST_DEVICES)
+    for card, count in () if named else _readings(plain, devices, _BARE_COUNTS):
+        if count <= MOST_DEVICES:
+            if any(_size_of(devices[key]) == count for key in names_meant(card, devices)):
+                raise InputError(_count_or_size(text, card, count, devices))
+            readings.append((card, count))
     named = [reading for reading in readings if _is_named(reading[0], devices)]
-    usual = [reading for reading in named if 1 <= reading[1] <= MOST_DEVICES]
+    usual = {
+        (*names_meant(card, devices), count): (card, count) for card, count in named if 1 <= count <= MOST_DEVICES
+    }
     if len(usual) > 1:
-        ways = " or ".join(f"'{count}x {card}'" for card, count in usual)
+        ways = " or ".join(f"'{count}x {card}'" for card, count in usual.values())
         raise InputError(f"hardware={brief(text)}: which of the numbers is the count? Write {ways}")
     if usual:
-        return usual[0]
+        return next(iter(usual.values()))
     if named:
         card, count = named[0]
         if count < 1:
@@ -130,55 +200,88 @@ def counted(text: str, devices: Mapping) -> tuple[str, int]:
             f"hardware={text}: {count:,} devices in a name are more than {MOST_DEVICES:,}: write --hardware "
             f"{card!r} --world-size {count}"
         )
-    _refuse_several_cards(text, devices)
+    if together := _together(text, devices):
+        return together
+    if (trailing := _TRAILING.fullmatch(plain)) and _is_named(trailing[1], devices):
+        raise InputError(_count_or_size(text, trailing[1], int(trailing[2]), devices))
     # A number or size alone is asked about, and what is no name at all refused, without its count.
-    likely = [reading for reading in readings if 1 <= reading[1] <= MOST_DEVICES]
+    likely = [(card, count) for card, count in readings if 1 <= count <= MOST_DEVICES and re.search(r"\d", card)]
     return min(likely, key=lambda reading: reading[0].isdecimal(), default=(text, 1))
 
 
-def _readings(text: str, devices: Mapping) -> Iterator[tuple[str, int]]:
-    plain = text.strip().lower()
-    for pattern in _COUNTED:
-        if found := pattern.fullmatch(plain):
-            yield found["card"].strip(), int(found["count"][:9])
-    if (found := _BARE_COUNT.fullmatch(plain)) and int(found["count"]) <= MOST_DEVICES:
-        card, count = found["card"], int(found["count"])
-        if any(_size_of(devices[key]) == count for key in names_meant(card, devices)):
-            raise InputError(
-                f"hardware={brief(text)}: {count} of them, or {count} GB? Write '{count}x {card}' or '{card}'"
-            )
+def _readings(plain: str, devices: Mapping, patterns: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Every way to read a text as a card and a count."""
+    for found in filter(None, (re.fullmatch(pattern, plain, re.IGNORECASE) for pattern in patterns)):
+        card, count = _singular(found["card"].strip(" (-_,"), devices), int(found["count"][:9])
         yield card, count
+        if found.start("count") < found.start("card"):  # 2x 8xH100, 2 nodes of H100x8
+            yield from ((inner, count * times) for inner, times in _readings(card, devices, _TIMES))
 
 
-def _refuse_several_cards(text: str, devices: Mapping) -> None:
+def _singular(card: str, devices: Mapping) -> str:
+    """A counted card with the letter that is its own: V100 of "8x V100s", MI300X of "MI300x8"."""
+    found, words = names_meant(card, devices), _words(card)
+    if card.endswith("s") and not any(tokens(key) <= words for key in found) and names_meant(card[:-1], devices):
+        return card[:-1]
+    narrower = names_meant(f"{card}x", devices)
+    return f"{card}x" if narrower and set(narrower) < set(found) else card
+
+
+def _count_or_size(text: str, card: str, count: int, devices: Mapping) -> str:
+    sold = any(_size_of(devices[key]) == count for key in names_meant(card, devices))
+    or_size, sized = (f", or {count} GB", f" or '{card} {count}GB'") if sold else ("", "")
+    return f"hardware={brief(text)}: {count} of them{or_size}? Write '{count}x {card}'{sized}"
+
+
+def _together(text: str, devices: Mapping) -> tuple[str, int] | None:
+    """The sum of cards that are named one after the other; None if the parts of a text are not all cards."""
     parts = [part for part in _TOGETHER.split(text.strip().lower()) if part]
-    if len(parts) < 2:
-        return
-    cards = [counted(part, devices)[0] for part in parts]
-    if all(_is_named(card, devices) for card in cards):
-        names = ", ".join(dict.fromkeys(names_meant(card, devices)[0] for card in cards))
-        raise InputError(
-            f"hardware={brief(text)} is {len(cards)} names of cards ({names}), and devices that train together are "
-            "of one kind: ask about each, or about '2x' the smaller one"
-        )
+    cards = [counted(part, devices) for part in parts] if len(parts) > 1 else []
+    if not cards or not all(_is_named(card, devices) for card, _ in cards):
+        return None
+    names = list(dict.fromkeys(names_meant(card, devices)[0] for card, _ in cards))
+    if len(names) == 1:
+        return cards[0][0], sum(count for _, count in cards)
+    raise InputError(
+        f"hardware={brief(text)} is {len(cards)} names of cards ({', '.join(names)}), and devices that train together "
+        "are of one kind: ask about each, or about '2x' the smaller one"
+    )
 
 
 def _words(name: str) -> frozenset[str]:
-    plain = _MAC.sub("apple", _PLACE.sub("", name.strip().lower()))
-    return tokens(_ALIASES.get(plain, plain))
+    """The tokens of a name as people write it, with its vendor's."""
+    plain = _plain(name.lower())
+    return tokens(_ALIASES.get(plain, plain)) | (_BRANDS & set(_parts(plain)))
+
+
+def _matching(name: str, devices: Mapping) -> list[str]:
+    """The devices that have all words of a name. None has one twice: of "4 T4" and "T4 T4", one
+    is a count."""
+    parts = [part for part in _parts(_plain(name.lower())) if part not in _FILLERS | {"apple"}]
+    return _containing(_words(name), devices) if len(parts) == len(set(parts)) else []
 
 
 def _containing(words: frozenset[str], devices: Mapping) -> list[str]:
-    """The devices whose name, label and memory have all words; a plural's s is no word."""
+    """The devices whose name, label, vendor and memory have all words; a plural's s is no word. A letter alone
+    names none: "rx 580" is not 580 of "r"."""
     found = [
-        key for key, device in devices.items() if words and words <= _tokens_of(key, device.label, _size_of(device))
+        key
+        for key, device in devices.items()
+        if words <= _tokens_of(key, device.label, device.vendor, _size_of(device))
+        and len("".join(words - _BRANDS)) > 1
     ]
     return found if found or "s" not in words else _containing(words - {"s"}, devices)
 
 
-@functools.cache
-def _tokens_of(key: str, label: str, size: int) -> frozenset[str]:
-    return tokens(f"{key} {label}") | {f"{size}gb"}
+def _is_reported(name: str, device) -> bool:
+    """True if a driver reports this name: nothing else stands in it, as a count would."""
+    rest = re.sub(device.reported, " ", name, count=1, flags=re.IGNORECASE)
+    return rest != name and not _words(rest) - _VENDORS[device.vendor]
+
+
+@functools.lru_cache(4096)
+def _tokens_of(key: str, label: str, vendor: str, size: int) -> frozenset[str]:
+    return tokens(f"{key} {label}") | {f"{size}gb"} | _VENDORS.get(vendor, set())
 
 
 def _size_of(device) -> int:
@@ -188,17 +291,12 @@ def _size_of(device) -> int:
 
 def _is_named(name: str, devices: Mapping) -> bool:
     """True if a text names a device, or several of one name."""
-    if name in devices:
-        return True
-    numbers = re.findall(r"\d+", _SIZE.sub(" ", name))
-    if len(numbers) > len(set(numbers)):  # "4 T4": one of them is a count
-        return False
     return bool(names_meant(name, devices)) and _question(name, devices) is None
 
 
 def _question(name: str, devices: Mapping) -> str | None:
     """What to ask about a name that is a number, a size or a series alone; None where it names a device."""
-    words = _words(name)
+    words = _words(name) - _BRANDS
     if name in devices or not words or "apple" in words:
         return None
     numbers = {word for word in words if word.isdecimal()}
@@ -214,11 +312,18 @@ def _question(name: str, devices: Mapping) -> str | None:
             return None
     elif words == sizes:
         found = _of_size(devices, *(size.removesuffix("gb") for size in sizes))
+    elif not found and len(numbers) == 1 and (series := _series(words, *numbers, devices=devices)):
+        found = series
     elif numbers or len(found) <= _FAMILY:
         return None
     kind = f" With {max(sizes)[:-2]} GB there are" if words == sizes and found else ""
     cards = listed(found, _SHOWN) if found else "`hf-memopt presets` lists some"
     return f"hardware={brief(name)}: which card?{kind} {cards}"
+
+
+def _series(words: frozenset[str], number: str, devices: Mapping) -> list[str]:
+    """The cards of "rtx 30": their four digits begin with it."""
+    return [key for key in _containing(words - {number}, devices) if re.search(rf"_{number}\d\d(_|$)", key)]
 
 
 def _of_size(devices: Mapping, *sizes: str) -> list[str]:
