@@ -9,6 +9,7 @@ import torch
 from conftest import ROOT, slow, sweep
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, LlamaConfig
 
@@ -500,3 +501,20 @@ def test_an_optimizer_of_deepspeeds_that_cannot_be_traced_is_refused():
     )
     with pytest.raises(InputError, match="Lion, whose kernels cannot be traced"):
         estimate(config, {"deepspeed": engine, "bf16": True}, seq_len=32, hardware="a100_80gb", world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "bucket", "depths"),
+    [
+        ("qwen3-1.7b", "full", 5e8, (28,)),  # ten layers of 50 million a bucket: of the first ten none is reduced
+        ("qwen3-1.7b", "full", "auto", (10, 11)),
+        ("qwen3-1.7b", "lora", 5e8, (10, 11)),  # whose gradients fill no bucket
+        ("llama-3.1-8b", "full", 5e8, (10, 11)),  # two layers a bucket
+    ],
+)
+def test_zero2_is_traced_whole_where_gradients_of_many_layers_wait(model, method, bucket, depths):
+    zero = {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": bucket}
+    fields = {"per_device_train_batch_size": 1, "bf16": True, "deepspeed": {"zero_optimization": zero}}
+    adapters = LoraConfig(target_modules="all-linear") if method == "lora" else None
+    job = describe(model, fields, 64, "h200", world_size=8, dtype="bfloat16", peft_config=adapters)
+    assert job.depths() == depths

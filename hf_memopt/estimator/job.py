@@ -296,7 +296,7 @@ class Job(ModelSettings):
         limit = bucket if live is None else live
         if limit is None:
             return fewest
-        # ZeRO-3 keeps gathered weights up to a limit, and ZeRO-2 whole gradients. Where the model exceeds it, the shallow
+        # ZeRO-3 keeps gathered weights up to a limit, and ZeRO-2 whole gradients. If a model exceeds it, the shallow
         # one must too, or the extrapolation would keep those of every layer. Of weights at most 16 layers, with fewer
         # the estimate is too high; gradients of small layers fill buckets that end in others of a deeper model.
         layers, (_, layer) = count_layers(self.config), self.elements(trained=live is None)
