@@ -59,6 +59,7 @@ def test_the_devices_of_the_command_line_count(command):
 
 def test_a_key_is_read_as_its_tool_reads_it(tmp_path, subtests):
     for tool, settings, expected in [
+        ("trl", {"trainer": "grpo", "use_vllm": True, "vllm_device": "auto"}, {"training.vllm_mode": "server"}),
         ("ms_swift", {}, {"training.bf16": True, "dtype": "bfloat16"}),
         ("ms_swift", {"torch_dtype": "float16"}, {"training.bf16": False, "training.fp16": True, "dtype": "float16"}),
         ("ms_swift", {"torch_dtype": "float32"}, {"training.bf16": False, "training.fp16": True, "dtype": "float32"}),

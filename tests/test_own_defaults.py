@@ -5,12 +5,15 @@ import random
 import re
 
 import pytest
+import torch
 from conftest import drawn_by, slow
+from peft import LoraConfig
 
 from hf_memopt.estimator.architectures import hub_id, list_architectures, load_config
 from hf_memopt.estimator.spec_job import sample_length
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.job.spec import JobSpec
+from hf_memopt.levers.adapters import by_names
 
 CAUSAL = [name for name in list_architectures() if infer_task(load_config(name)) == "causal-lm"]
 SMALLEST = {
@@ -87,6 +90,15 @@ def test_nor_have_they_where_trl_adds_the_adapters(command, tmp_path):
     )
     found = _answered(command, "estimate", file, "--hardware", "h200", "--set", "optim=adamw_torch")
     assert found["breakdown"]["optimizer_states"] == pytest.approx(2 * 4 * ATTENTION_OF_30B_A3B, rel=0.01)
+
+
+def test_numbered_layers_are_adapted_by_their_paths():
+    """Qwen2.5-VL's merger is a Sequential, and a 0 is the first decoder layer, too."""
+    model = torch.nn.Module()
+    model.merger = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.GELU(), torch.nn.Linear(2, 2))
+    model.q_proj, model.lm_head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    named = by_names(LoraConfig(target_modules="all-linear", target_parameters=[]), model)
+    assert named.target_modules == {"merger.0", "merger.2", "q_proj"}
 
 
 @pytest.mark.slow

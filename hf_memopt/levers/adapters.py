@@ -35,7 +35,9 @@ def by_names(config, model):
         return config
     from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if "Linear" in type(module).__name__}
+    linear = [name for name, module in model.named_modules() if "Linear" in type(module).__name__]
+    # The number of a layer in a Sequential is one of a decoder's layers, too.
+    names = {name if (last := name.rpartition(".")[2]).isdecimal() else last for name in linear}
     return dataclasses.replace(config, target_modules=names - {*SEQ_CLS_HEAD_NAMES, "lm_head", "qa_outputs"})
 
 

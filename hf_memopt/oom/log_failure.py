@@ -30,7 +30,10 @@ _STEP = re.compile(
 _LOADING = re.compile(r"Loading (checkpoint shards|weights|safetensors)", re.IGNORECASE)
 _GROWTH = re.compile(rf"memory grows: ({'|'.join(ADVICE)})")
 _RANKS = re.compile(r"local_rank|\brank\d|world_size|deepspeed|torchrun|elastic|subprocess\.CalledProcessError")
-_WARNING = re.compile(r"\b(User|Future|Deprecation|Runtime)Warning\b|Triggered internally at|\bTip: |\bHint: ")
+# Of warnings, what FSDP says of a state dict for which there is no memory is the failure itself.
+_WARNING = re.compile(
+    r"\b(User|Future|Deprecation|Runtime)Warning\b(?!: Failed to clone)|Triggered internally at|\bTip: |\bHint: "
+)
 # Memory that may run out, and has not.
 _HYPOTHETICAL = re.compile(
     r"(?i)\b(avoid\w*|prevent\w*|if|in case of|may|might|could|can|would|potential|risk of|against|reduces?|without|"
@@ -79,7 +82,7 @@ def find_failure(text: str) -> Failure | None:
         return None
     diagnosis = diagnosed(fault.row, lines[fault.at].text)
     message = _message(lines, fault.at)
-    frames = read_frames(lines, fault.at)
+    frames = read_frames(lines, fault.at) or [lines[fault.at].text]
     frame = find_frame(frames, pinned="error: out of memory" in diagnosis.message)
     if frame is not None and frame.pinned:
         diagnosis = replace(diagnosis, kind=OomKind.HOST, smaller_batch_helps=False, cause=frame.why)
