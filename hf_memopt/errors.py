@@ -98,6 +98,18 @@ def respell(kind: str, name: str, names: Iterable[str]) -> str:
     return meaning if meaning in names else name
 
 
+def accepted(kind: str, name: str, names: Iterable[str]) -> str:
+    """The accepted name that a word stands for, as respell() finds it.
+
+    Raises:
+        InputError: it stands for none; with the names that there are.
+    """
+    names = list(names)
+    if (found := respell(kind, name, names)) not in names:
+        raise choose(kind, name, names)
+    return found
+
+
 def closest(name: str, known: Iterable[str], cutoff: float | None = None) -> str | None:
     """The known name that is most like another one; None if none is like it.
 

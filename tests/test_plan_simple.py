@@ -280,6 +280,7 @@ def test_on_this_machine_it_is_asked(monkeypatch):
 def test_the_plan_says_what_it_assumes_and_needs():
     said = " ".join(host_lines(GIB, HostMemory(4 * GIB, "--host-memory", assumed=False)))
     assert "of 4.00 GiB there (--host-memory)" in " ".join(said.split())
+    assert " ".join(" ".join(host_lines(GIB)).split()).endswith("1.00 GiB of host memory a process")
     line = " ".join(" ".join(host_lines(5 * GIB, HostMemory(4 * GIB, "a small box"))).split())
     assert "5.00 GiB of host memory a process" in line and "4.00 GiB assumed (a small box; --host-memory)" in line
     assert line.endswith("too little to load the weights through, where that holds")

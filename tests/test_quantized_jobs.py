@@ -166,6 +166,28 @@ def test_dequantized_weights_are_those_of_the_unquantized_model(block, chosen, d
     assert any("dequantized while they are loaded" in note for note in dequantized.notes)
 
 
+def test_dequantized_weights_are_whole_before_they_are_sharded():
+    """transformers 5.24 makes no quantized checkpoint under zero.Init, dequantized or not: ZeRO-3 shards what is whole
+    on the device, FSDP2 what is whole in every process's host memory."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_memopt.levers.adapters import add_adapters
+
+    model = add_adapters(AutoModelForCausalLM.from_config(_config(4), dtype=torch.bfloat16), _lora())
+    whole = sum(weight.nbytes for weight in model.parameters())
+    job = ({"bf16": True}, 32, "h100_80gb", _lora(), "bfloat16")
+    found = {}
+    for strategy in ("zero3", "fsdp2"):
+        for block in (None, {"quant_method": "mxfp4", "dequantize": True}):
+            config = _config(4, **{"quantization_config": block} if block else {})
+            found[strategy, bool(block)] = estimate(config, *job, world_size=2, strategy=strategy)
+    assert found["zero3", False].phases["load"] < whole <= found["zero3", True].phases["load"] < 1.1 * whole
+    more = found["fsdp2", True].host_bytes - found["fsdp2", False].host_bytes
+    assert more == pytest.approx(whole - found["fsdp2", False].phases["load"], rel=0.03)
+    says = [next(note for note in found[strategy, True].notes if "mxfp4" in note) for strategy in ("zero3", "fsdp2")]
+    assert "on every process's device before ZeRO-3 shards them" in says[0] and "host memory" in says[1]
+
+
 @pytest.mark.slow
 def test_the_peak_of_dequantizing_experts_is_counted():
     """gpt-oss: the largest tensor of experts, packed and unpacked with its indices, beside all weights."""

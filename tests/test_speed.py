@@ -246,7 +246,9 @@ def test_the_command_line_shows_time_and_cost(config, tmp_path, command):
     assert code == 0, errors
     found = json.loads(output)
     took = found["duration"]
-    assert took["tokens"] == parse_count("10M") and took["seconds"] == pytest.approx(1e7 / found["tokens_per_second"])
+    assert took["tokens"] == parse_count("10M", "tokens") and took["seconds"] == pytest.approx(
+        1e7 / found["tokens_per_second"]
+    )
     assert took["cost"] == pytest.approx(2 * took["hours"]) and took["error"] == found["speed_error"]
     code, output, errors = command("estimate", tmp_path, *settings, "--epochs", 2, "--samples", "1k")
     assert code == 0 and " for 2,000 samples, all as" in output, errors

@@ -92,7 +92,7 @@ def speed_lines(estimate, took, amount: AmountOptions, samples: int | None = Non
 def host_lines(needed: int, host=None) -> list[str]:
     """Host memory that a process needs and, where it was asked for or assumed, how much there is."""
     if host is None:
-        return paragraph(f"{size(needed)} of host memory", "host")
+        return paragraph(f"{size(needed)} of host memory a process", "host")
     short = "" if needed <= host.bytes else ": too little to load the weights through, where that holds"
     source = f"{host.source}; --host-memory".removeprefix("--host-memory; ")
     there = f"{gib(host.bytes)} {'assumed' if host.assumed else 'there'} ({source}){short}"

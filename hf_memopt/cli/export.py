@@ -9,7 +9,7 @@ from hf_memopt.cli.output import print_json
 from hf_memopt.compatibility.setup import check
 from hf_memopt.contributed import load_contributed
 from hf_memopt.engines.mesh import mesh_words
-from hf_memopt.errors import InputError, choose, respell
+from hf_memopt.errors import InputError, accepted, choose, respell
 from hf_memopt.field_values import hints_of
 from hf_memopt.files import folder_for, from_here, shipped, write_folder
 from hf_memopt.levers.arguments import MemoryArguments
@@ -60,7 +60,7 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
     targets = {} if options.target is None else load_contributed("export_targets")
     options = replace(
         options,
-        recipe=respell("recipe", options.recipe, RECIPES),
+        recipe=accepted("recipe", options.recipe, RECIPES),
         target=options.target and respell("target", options.target, ["slurm", *targets]),
     )
     preset = preset_by_name(options.preset, options.method, options.strategy, options.precision)
@@ -69,8 +69,6 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
     if options.sequence_parallel > 1:
         preset = _split_sequences(preset, options.sequence_parallel)
     check(preset.setup())
-    if options.recipe not in RECIPES:
-        raise choose("recipe", options.recipe, RECIPES)
     _check_words(options.arguments)
     if options.target not in (None, "slurm", *targets):
         raise choose("target", options.target, ["slurm", *targets])

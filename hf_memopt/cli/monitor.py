@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from hf_memopt.cli.output import print_json, verbatim
-from hf_memopt.errors import InputError, choose, one_line, respell
+from hf_memopt.errors import InputError, accepted, one_line
 from hf_memopt.levers.arguments import PROFILES
 from hf_memopt.monitor.device_usage import Device, read_devices
 from hf_memopt.monitor.monitor import status_at
@@ -29,9 +29,7 @@ def run_monitor(directory: str | None, interval: float, profile: str, once: bool
     Raises:
         InputError: an unknown profile, an interval below 0.1, or a folder without a run.
     """
-    profile = respell("profile", profile, PROFILES)
-    if profile not in PROFILES:
-        raise choose("profile", profile, PROFILES)
+    profile = accepted("profile", profile, PROFILES)
     if not 0.1 <= interval < 86_400:
         raise InputError(f"--interval {interval} must be 0.1 seconds or more, and less than a day")
     psutil.cpu_percent(None)  # counts from here

@@ -12,13 +12,13 @@ from hf_memopt.units import GIB, MIB, read_bytes, read_number
 _SMALLEST = 16 * MIB  # bytes of memory that a person means
 
 
-def count(value: str | int | None, param: typer.CallbackParam = None) -> int | None:
+def count(value: str | int | None, param: typer.CallbackParam) -> int | None:
     """A number of samples, devices or machines, as people write it.
 
     Raises:
         typer.BadParameter: it is no whole number, less than 1, or too large for a size in a tensor's shape.
     """
-    return None if value is None else _whole(value, read_number(str(value), of=param.name if param else ""))
+    return None if value is None else _whole(value, read_number(str(value), of=param.name))
 
 
 def length(value: str | int | None) -> int | None:
@@ -57,7 +57,7 @@ def size(value: str | float | None) -> int | None:
         raise typer.BadParameter(f"{value!r} is no size in GiB, as in 20, 20GiB or 24GB")
     if not 0 < count < 2**63:
         raise typer.BadParameter(f"{value} must be above 0, and finite")
-    if count < _SMALLEST:
+    if written is not None and count < _SMALLEST:
         raise typer.BadParameter(f"{value!r} is {count:,.0f} bytes, which no job fits: write 24 or 24GB for gigabytes")
     return int(count)
 

@@ -13,7 +13,7 @@ from hf_memopt.cli.foreign import in_words, plan_edits
 from hf_memopt.cli.output import print_json, print_table, progress, working
 from hf_memopt.cli.plan_printed import print_plan
 from hf_memopt.cli.speed_printed import AmountOptions, to_dict
-from hf_memopt.errors import InputError, choose, respell
+from hf_memopt.errors import InputError, accepted
 from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.files import folder_for, from_here
 from hf_memopt.foreign.source import Source
@@ -58,9 +58,7 @@ def run_plan(
         verbose: tables of everything, instead of the answer.
         source: another tool's file or command that the job was read from, whose keys the plan is to answer in.
     """
-    export = replace(export, profile=respell("profile", export.profile, PLAN_PROFILES))
-    if export.profile not in PLAN_PROFILES:
-        raise choose("profile", export.profile, PLAN_PROFILES)
+    export = replace(export, profile=accepted("profile", export.profile, PLAN_PROFILES))
     if export.folder:
         folder_for(export.folder)
     amount.read()

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from hf_memopt.errors import InputError, brief, choose, respell
+from hf_memopt.errors import InputError, accepted, brief
 from hf_memopt.field_values import fit, hints_of
 from hf_memopt.hardware.attention_kernels import FLASH
 from hf_memopt.job.spec import JobSpec
@@ -79,13 +79,11 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
         if groups[group].setdefault(place, value) != value:
             raise InputError(f"--set {setting}: {key} is {brief(groups[group][place])} already; set it once")
     own = fit(_OWN, groups["own"], "--set ")
-    own |= {"dtype": respell("dtype", own["dtype"], (*DTYPES, "auto"))} if "dtype" in own else {}
-    if own.get("dtype") is not None and own["dtype"] not in (*DTYPES, "auto"):
-        raise choose("dtype", own["dtype"], (*DTYPES, "auto"))
-    if attention := own.get("attn_implementation"):
-        attention = own["attn_implementation"] = respell("attn_implementation", attention, _ATTENTION)
-        if attention not in _ATTENTION and not re.search("[/|]", attention):  # kernels of the hub, and paged forms
-            raise choose("attn_implementation", attention, _ATTENTION)
+    if own.get("dtype") is not None:
+        own["dtype"] = accepted("dtype", own["dtype"], (*DTYPES, "auto"))
+    attention = own.get("attn_implementation")
+    if attention and not re.search("[/|]", attention):  # kernels of the hub, and paged forms
+        own["attn_implementation"] = accepted("attn_implementation", attention, _ATTENTION)
     return {
         "training": groups[""],
         "lora": groups["lora"],

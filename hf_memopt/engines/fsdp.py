@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from hf_memopt.engines.engine import Engine, Exchange, is_true, read_settings
 from hf_memopt.errors import InputError, brief, choose
+from hf_memopt.stack.declared import declared_values
 
 CHECKPOINTING_OFFLOAD = "activation_checkpointing_offload"
 # Keys of fsdp_config: those that a trace follows or check() refuses, and those of loading and communication.
@@ -118,10 +119,6 @@ class FSDP(Engine):
         return [Exchange(weights)] * (2 if self.reshards else 1) + [Exchange(gradients)]
 
 
-# Of transformers' FSDPOption, those that say how weights are sharded; no_shard keeps them whole.
-_SHARDING = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-
-
 def fsdp_settings(fsdp: Any, config: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """`fsdp_config`, which may be a file, under keys without fsdp_, with what the old words in `fsdp` add to it
     (transformers 5.23, TrainingArguments._apply_legacy_fsdp_to_config)."""
@@ -131,10 +128,10 @@ def fsdp_settings(fsdp: Any, config: Mapping[str, Any] | str | None) -> dict[str
         word = getattr(word, "value", word)
         if word == "offload":
             settings.setdefault("cpu_offload", True)
-        elif word in _SHARDING:
-            settings.setdefault("reshard_after_forward", word)
         elif word not in ("auto_wrap", "true", "True"):
-            raise choose("fsdp", str(word), (*_SHARDING, "offload", "auto_wrap"))
+            if word not in (known := declared_values("FSDPOption")):
+                raise choose("fsdp", str(word), known)
+            settings.setdefault("reshard_after_forward", word)  # how weights are sharded
     return settings
 
 

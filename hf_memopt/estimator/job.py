@@ -86,7 +86,6 @@ class Job(ModelSettings):
         mesh: how the processes share the model; None where transformers does not shard it.
         rank: the process that is estimated.
         shared: processes that share the tokens of each sample: by DeepSpeed's Ulysses, under FSDP2 by a ring.
-        dequantized: the method of a quantized checkpoint whose weights are dequantized while they are loaded.
         real_batch: the tensors of a micro-batch that ran, in place of one of `seq_len` tokens a sample; pixels are on
             the meta device.
         expandable: the caching allocator has expandable segments, as presets set it; by default as this process has.
@@ -103,7 +102,6 @@ class Job(ModelSettings):
     mesh: Mesh | None = None
     rank: int = 0
     shared: int = 1
-    dequantized: str = ""
     real_batch: dict[str, Any] | None = None
     expandable: bool = field(default_factory=expands_segments)
 
@@ -331,7 +329,7 @@ class Job(ModelSettings):
             "attention": self.attention,
             "capability": self.device.capability,
             "fp8": quantization_method(self.quantization_config) in ("fp8", "mxfp8"),
-            "dequantized": "" if self.engine.shards_weights else self.dequantized,  # sharded from host memory
+            "dequantized": self.dequantized,
             "world_size": self.world_size,
             "engine": self.engine,
             "memory_args": self.memory_args,

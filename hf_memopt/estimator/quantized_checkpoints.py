@@ -136,11 +136,7 @@ def quantization_notes(job) -> Iterator[str]:
     """The parts of a quantized model's memory that are counted from its source and have not been measured."""
     method, accelerator = quantization_method(job.quantization_config), job.device.backend != "cpu"
     if job.dequantized:
-        counted = (
-            "counted as in transformers' integrations/mxfp4.py, which goes on in host memory where it does not fit"
-        )
-        counted = counted if job.dequantized == "mxfp4" and not job.engine.shards_weights else "not counted"
-        yield f"{job.dequantized} weights are dequantized while they are loaded, which is {counted}"
+        yield f"{job.dequantized} weights are dequantized while they are loaded, {_dequantizing(job)}"
     if method in SCHEMES:
         yield f"{method} layers are counted as in {SCHEMES[method].source}; not measured"
         targets = getattr(job.peft_config, "target_modules", None)
@@ -158,6 +154,17 @@ def quantization_notes(job) -> Iterator[str]:
         yield "FP8 matmuls are counted as transformers' Triton kernels, from their source; not measured"
     elif method == "compressed-tensors":
         yield "compressed-tensors decompresses all weights at the first forward: they take what unquantized ones do"
+
+
+def _dequantizing(job) -> str:
+    """The part of a sentence that says where a checkpoint is dequantized, and what of it is counted."""
+    if job.engine.zero_stage == 3:
+        return "whole on every process's device before ZeRO-3 shards them; a copy in 16 bits is sharded as it is read"
+    if job.engine.shards_weights:
+        return "whole in every process's host memory; of a copy in 16 bits the first process alone reads the weights"
+    if job.dequantized == "mxfp4":
+        return "counted as in transformers' integrations/mxfp4.py, which goes on in host memory where it does not fit"
+    return "which is not counted"
 
 
 def _merged(config, quantization):

@@ -37,7 +37,7 @@ class TrlJob(TrainerJob):
 
         def make_with_levers():
             model = traced.make_model()
-            if self.quantization_config is None:
+            if not self.loaded_whole:
                 _partition(model)
             if self.memory_args is not None:
                 apply_levers(model, self.memory_args)
@@ -47,8 +47,8 @@ class TrlJob(TrainerJob):
 
 
 def _partition(model) -> None:
-    """Partition a model for ZeRO-3, as from_pretrained does while it loads one that is not quantized (get_init_context
-    of transformers 5.24): the trainer around it was made with the whole one."""
+    """Partition a model for ZeRO-3, as from_pretrained does while it loads one that is not quantized: the trainer
+    around it was made with the whole one."""
     from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
     if is_deepspeed_zero3_enabled():

@@ -167,6 +167,13 @@ _TABLE = [
     Row(
         OomKind.DEVICE,
         False,
+        "device memory ran out",
+        (r"Failed to clone\(\) tensor … out of memory",),  # FSDP1's warning, with its own error and no frames
+        stage="save",
+    ),
+    Row(
+        OomKind.DEVICE,
+        False,
         f"{_VLLM}: raise vllm_gpu_memory_utilization; set vllm_max_model_length lower; shard vLLM over more devices "
         "(vllm_tensor_parallel_size)",
         (

@@ -129,7 +129,7 @@ _TABLE = (
         r"hf|final|fsdp|full|sharded)\w{0,40}:| in (get_model_state_dict|get_optimizer_state_dict|"
         r"full_optim_state_dict|optim_state_dict|_full_pre_state_dict_hook|"
         r"_common_unshard_pre_state_dict_hook|gather_full_state_dict):"
-        r"|modules/module\.py in state_dict:|Failed to clone\(\) tensor",
+        r"|modules/module\.py in state_dict:",
     ),
     FrameRow(
         "load",

@@ -82,7 +82,7 @@ def find_failure(text: str) -> Failure | None:
         return None
     diagnosis = diagnosed(fault.row, lines[fault.at].text)
     message = _message(lines, fault.at)
-    frames = read_frames(lines, fault.at) or [lines[fault.at].text]
+    frames = read_frames(lines, fault.at)
     frame = find_frame(frames, pinned="error: out of memory" in diagnosis.message)
     if frame is not None and frame.pinned:
         diagnosis = replace(diagnosis, kind=OomKind.HOST, smaller_batch_helps=False, cause=frame.why)

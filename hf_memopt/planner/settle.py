@@ -122,7 +122,7 @@ def _check_memory(spec: JobSpec) -> None:
         if value is not None and value <= 0:
             raise InputError(f"{name}={value} must be above 0{'' if name == 'seq_len' else ' bytes'}")
     device: Hardware = spec.preset.hardware
-    # Of unified memory the system gives the device more where it is told to (ttm.pages_limit, iogpu.wired_limit_mb).
+    # Of unified memory the system gives the device more where that is set (ttm.pages_limit, iogpu.wired_limit_mb).
     most = device.memory if device.discrete_memory else device.nominal_memory
     if device.backend == "cpu" or isinstance(spec.hardware, Preset) or (spec.memory or 0) <= most:
         return

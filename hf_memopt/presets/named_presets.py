@@ -11,7 +11,7 @@ from hf_memopt.compatibility.resolve import launched_strategy, sequence_parallel
 from hf_memopt.compatibility.setup import check
 from hf_memopt.engines.deepspeed import deepspeed_files
 from hf_memopt.engines.mesh import is_mesh
-from hf_memopt.errors import InputError, choose, respell
+from hf_memopt.errors import InputError, accepted, choose, respell
 from hf_memopt.field_values import check_value
 from hf_memopt.hardware import Hardware, get_hardware, list_hardware
 from hf_memopt.hardware.allocator import configure_allocator
@@ -113,9 +113,7 @@ def plain_settings(device: Hardware, method: str = "full", strategy: str | None 
 def _read_names(method: str, strategy: str | None) -> tuple[str, str | None]:
     check_value("method", str, method)
     check_value("strategy", str | None, strategy)
-    method, strategy = respell("method", method, METHODS), strategy and respell("strategy", strategy, strategies())
-    if method not in METHODS:
-        raise choose("method", method, METHODS)
+    method, strategy = accepted("method", method, METHODS), strategy and respell("strategy", strategy, strategies())
     if strategy is not None:
         check_strategy(strategy)
     return method, strategy
@@ -146,10 +144,8 @@ def _adapted(preset: Preset, strategy: str | None, precision: str | None, proces
         if processes and preset.engine.mesh(processes):
             preset = replace(preset, processes=processes)
         check(preset.setup())
-    precision = precision and respell("precision", precision, ("fp8",))
-    if precision not in (None, "fp8"):
-        raise choose("precision", precision, ("fp8",))
-    if precision:
+    if precision is not None:
+        accepted("precision", precision, ("fp8",))
         from hf_memopt.presets.fp8 import in_fp8
 
         preset = in_fp8(preset)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from hf_memopt.data.sources import local_path
-from hf_memopt.errors import InputError, brief, choose, respell
+from hf_memopt.errors import InputError, accepted, brief, choose
 from hf_memopt.estimator.architectures import read_name
 from hf_memopt.field_values import hints_of, read_field
 from hf_memopt.hub_names import hub_name
@@ -61,8 +61,8 @@ def _pairs(argv: list[str]) -> Iterator[tuple[str, str | None]]:
 def _check_value(name: str, hint, value: str) -> None:
     if hint in (int, float) and read_field(name, hint, value) is None:
         raise InputError(f"argument --{name}: invalid {hint.__name__} value: {brief(value)}")
-    if name == "method" and respell(name, value, METHODS) not in METHODS:
-        raise choose(name, value, METHODS)
+    if name == "method":
+        accepted(name, value, METHODS)
     if name == "preset" and value.lower() != "auto":
         preset_by_name(value)
     if name in ("model_name_or_path", "config_name"):

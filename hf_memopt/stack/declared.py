@@ -15,6 +15,7 @@ from hf_memopt.field_values import WIDER
 _PLACES = {
     "TrainingArguments": "transformers/training_args.py",
     "OptimizerNames": "transformers/training_args.py",
+    "FSDPOption": "transformers/trainer_utils.py",
     "BitsAndBytesConfig": "transformers/utils/quantization_config.py",
     "PeftConfigMixin": "peft/config.py",
     "PeftConfig": "peft/config.py",

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from hf_memopt.errors import InputError, brief, choose, respell
+from hf_memopt.errors import InputError, accepted, brief, choose
 from hf_memopt.estimator.architectures import is_bundled_id
 from hf_memopt.hardware import list_hardware
 from hf_memopt.hardware.catalog import read_devices
@@ -72,8 +72,7 @@ def check_public(question: Question) -> None:
     if not _WORDS.fullmatch(question.hardware):  # neither a path nor JSON
         raise choose("hardware", question.hardware[:100], list_hardware())
     read_devices(question.hardware)
-    if respell("method", question.method, ("any", *METHODS)) not in ("any", *METHODS):
-        raise choose("method", question.method[:100], ("any", *METHODS))
+    accepted("method", question.method, ("any", *METHODS))
     for name in ("tokens", "price"):
         if (amount := getattr(question, name)) and not _VALUE.fullmatch(amount):
             raise InputError(f"{name}={brief(amount)}: give a number")

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import gradio as gr
 from starlette.middleware import Middleware
 
-from hf_memopt.errors import InputError, brief, choose, respell
+from hf_memopt.errors import InputError, accepted, choose
 from hf_memopt.estimator.architectures import list_architectures
 from hf_memopt.field_values import check_value
 from hf_memopt.files import shipped
@@ -195,9 +195,7 @@ def _question(model, card, method, length, tokens, price, features, others, conf
         if not value and not (config and name == "model"):
             raise InputError(f"{name}: choose one")
     check_value("method", str | None, method)
-    method = respell("method", method, known := ("any", *METHODS))
-    if method not in known:
-        raise choose("method", brief(method), known)
+    method = accepted("method", method, ("any", *METHODS))
     for name, value in (("tokens to train on", tokens), ("price", price)):
         check_value(name, str | None, value)
     check_value("features", list[str] | None, features)

@@ -42,21 +42,20 @@ class ImageInputs(VideoInputs):
             tensors = _picture(kind, json.dumps(settings), *size)
         join = torch.cat if config.model_type != "smolvlm" else partial(torch.cat, dim=1)
         joined = {name: join([value] * self.frames) for name, value in tensors.items()}
-        return ClipShape(joined, self.frames, _tokens(config, settings, tensors), 0)
-
-    def place(self, config) -> tuple[int, int, int]:
-        token = getattr(config, "image_token_id", None)
         beside = 2  # its start and its end
         if config.model_type == "mistral3":  # a break behind each row
-            patch = _image_processor(config, self.settings)[1]["patch_size"]["height"]
-            beside = int(self.clip(config).tensors["image_sizes"][0, 0]) // patch
-        return (config.image_token_index if token is None else token), _IMAGE_TYPE, beside
+            beside = int(tensors["image_sizes"][0, 0]) // patch["height"]
+        return ClipShape(joined, self.frames, _tokens(config, settings, tensors), 0, beside)
+
+    def place(self, config) -> tuple[int, int]:
+        token = getattr(config, "image_token_id", None)
+        return (config.image_token_index if token is None else token), _IMAGE_TYPE
 
     def halved(self) -> None:
         """Fewer pictures would be other samples."""
 
     def summary(self, config) -> str:
-        tensors, images, tokens, _ = self.clip(config)
+        tensors, images, tokens, *_ = self.clip(config)
         seen = tensors["pixel_values"].shape
         seen = f"{seen[0]:,} patches" if len(seen) == 2 else f"{seen[-2]} × {seen[-1]} pixels each"
         several = f"{images} images" if images > 1 else "an image"

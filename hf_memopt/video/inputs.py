@@ -28,12 +28,14 @@ class ClipShape(NamedTuple):
         steps: in time.
         step_tokens: tokens of each step.
         closing_tokens: tokens after the last step.
+        beside: tokens of the text that the processor writes around each step.
     """
 
     tensors: dict[str, torch.Tensor]
     steps: int
     step_tokens: int
     closing_tokens: int
+    beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ class VideoInputs:
         return int(tokens["position_ids"].view(-1, tokens["input_ids"].shape[1])[0].max()) + 1
 
     def _make_sample(self, config) -> dict[str, torch.Tensor]:
-        tensors, steps, step_tokens, closing_tokens = self.clip(config)
-        media_id, media_type, text_tokens = self.place(config)
-        step = [_TEXT_ID] * text_tokens + [media_id] * step_tokens
+        tensors, steps, step_tokens, closing_tokens, beside = self.clip(config)
+        media_id, media_type = self.place(config)
+        step = [_TEXT_ID] * beside + [media_id] * step_tokens
         ids = torch.tensor(
             [_TEXT_ID] * self.prompt_tokens
             + step * steps
@@ -92,12 +94,12 @@ class VideoInputs:
             sample["mm_token_type_ids"] = (ids == media_id).long() * media_type
         return sample
 
-    def place(self, config) -> tuple[int, int, int]:
-        """The token id that stands for a part of a clip, its mm_token_type_ids, and text tokens beside each step."""
+    def place(self, config) -> tuple[int, int]:
+        """The token id that stands for a part of a clip, and its mm_token_type_ids."""
         video_id = getattr(config, "video_token_id", None)
         if video_id is None or config.model_type == "smolvlm":  # whose frames are images to the model
             video_id = config.image_token_id
-        return video_id, _VIDEO_TYPE, FAMILIES[config.model_type].text_tokens
+        return video_id, _VIDEO_TYPE
 
     def clip(self, config) -> ClipShape:
         """The tensors and tokens of a clip.
@@ -117,7 +119,7 @@ class VideoInputs:
         size = capped_size(self.height, self.width, self.max_pixels_per_frame, multiple)
         size = family.resize_steps(settings, frames, *size)[-1]
         tensors = family.layout(settings, torch.empty(frames, 3, *size, device="meta"))
-        return _model_inputs(config, tensors, settings, frames)
+        return _model_inputs(config, tensors, settings, frames)._replace(beside=family.text_tokens)
 
     def temporal_patch_size(self, config) -> int:
         """Frames that the model merges into one step in time."""
@@ -125,9 +127,8 @@ class VideoInputs:
 
     def seq_len(self, config) -> int:
         """Tokens of a sample: text, clip, and what the processor writes beside each step."""
-        _, steps, step_tokens, closing_tokens = self.clip(config)
-        step_tokens += self.place(config)[-1]
-        return self.prompt_tokens + self.answer_tokens + step_tokens * steps + closing_tokens
+        _, steps, step_tokens, closing_tokens, beside = self.clip(config)
+        return self.prompt_tokens + self.answer_tokens + (beside + step_tokens) * steps + closing_tokens
 
     def halved(self) -> "VideoInputs | None":
         """The clip with half the frames; None where that is impossible."""
@@ -136,7 +137,7 @@ class VideoInputs:
 
     def summary(self, config) -> str:
         """One line for people: frames, the pixels that the model sees, tokens."""
-        tensors, steps, step_tokens, closing_tokens = self.clip(config)
+        tensors, steps, step_tokens, closing_tokens, _ = self.clip(config)
         pixels = next(tensor for name, tensor in tensors.items() if name.startswith("pixel_values"))
         if pixels.dim() == 2:
             seen = f"{pixels.shape[0]:,} patches"

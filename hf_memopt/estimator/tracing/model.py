@@ -34,6 +34,7 @@ class ModelSettings:
         dtype: of the loaded weights; "auto" for the checkpoint's.
         attn_implementation: None for the model's own choice, sdpa where it has it.
         quantization_config: one of transformers' quantization configurations, or None.
+        dequantized: the method of a quantized checkpoint whose weights are dequantized while they are loaded; or "".
         peft_config: a LoraConfig, or None for full fine-tuning.
         autocast_adapter_dtype: adapters are trained in fp32, as peft does by default; without, in their base's dtype.
         kbit_preparation: peft's prepare_model_for_kbit_training is called, which this project's recipes avoid.
@@ -46,11 +47,18 @@ class ModelSettings:
     dtype: str = "auto"
     attn_implementation: str | None = None
     quantization_config: Any = None
+    dequantized: str = ""
     peft_config: Any = None
     autocast_adapter_dtype: bool = True
     kbit_preparation: bool = False
     memory_args: MemoryArguments | None = None
     frozen: tuple[str, ...] = ()
+
+    @property
+    def loaded_whole(self) -> bool:
+        """True if from_pretrained leaves the weights whole under ZeRO-3, which DeepSpeed then shards on the device:
+        those that it quantizes or dequantizes (transformers 5.24, get_init_context: `is_quantized`)."""
+        return self.quantization_config is not None or bool(self.dequantized)
 
 
 def make_model(settings: ModelSettings, distribute: Callable | None = None):
@@ -111,8 +119,7 @@ def _from_config(settings: ModelSettings, distribute: Callable | None):
     import transformers
 
     auto = getattr(transformers, TASKS[settings.task].auto_class)
-    # from_pretrained leaves weights whole that it quantizes; DeepSpeed shards them when it is set up.
-    whole = outside_zero3() if settings.quantization_config is not None else nullcontext()
+    whole = outside_zero3() if settings.loaded_whole else nullcontext()
     with _untied() if distribute else nullcontext(), whole, _refused_configuration(settings.config):
         model = auto.from_config(
             with_token_ids(settings.config),

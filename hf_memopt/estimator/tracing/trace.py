@@ -79,7 +79,7 @@ class TracedJob:
         attention: the `attn_implementation` of the model and of its parts, where they were chosen.
         capability: CUDA compute capability of the device.
         fp8: weights are FP8.
-        dequantized: the method of a checkpoint whose weights the device dequantizes while they are loaded.
+        dequantized: the method of a checkpoint whose weights are dequantized while they are loaded.
         resizing: bytes that the script's resize_token_embeddings took on the device beside the new ones.
         real_states: the optimizer's states come from a first step, not from empty gradients for all weights.
     """
@@ -179,7 +179,8 @@ def _run(job: TracedJob, args, ledger: Ledger, mesh) -> None:
     moved = _leave_on_load(streamer, model, ledger) if streamer is not None else 0
     ledger.restart()  # building from a configuration allocates otherwise than from_pretrained
     ledger.unquantized_experts = _unquantized_experts(model)
-    _load(ledger, max(moved + staged_bytes(model, job.dequantized), job.resizing))
+    on_device = "" if job.engine.shards_weights else job.dequantized  # sharded from host memory
+    _load(ledger, max(moved + staged_bytes(model, on_device), job.resizing))
     if streamer is not None:
         streamer.place(counted_lanes(ledger))
     ledger.enter("start", "other")
@@ -310,7 +311,7 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
         def __new__(cls, model, **_):
             layers = [layer for stack in stacks for layer in stack]
             halves = job.fields.get("bf16"), job.fields.get("fp16")
-            quantized = getattr(model, "is_quantized", False)
+            quantized = bool(getattr(model, "is_quantized", False) or job.dequantized)
             staged = _staged_shards(model, quantized) if job.discrete_memory and (on_host or quantized) else 0
             how = job.engine.reshards, job.engine.offloads
             fully_shard_model(model, layers, trainer.optimizer, mesh, *halves, *how)
@@ -338,9 +339,9 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
 
 
 def _staged_shards(model, quantized: bool) -> int:
-    """Bytes of host memory in which every process holds what its shards are cut from: a quantized model, or trained
-    weights in fp32 (accelerate 1.15, fsdp2_prepare_model, fsdp2_load_full_state_dict). Frozen ones are mapped from
-    their files."""
+    """Bytes of host memory in which every process holds what its shards are cut from: a model of a quantized
+    checkpoint, or trained weights in fp32 (accelerate 1.15, fsdp2_prepare_model, fsdp2_load_full_state_dict). Frozen
+    ones are mapped from their files."""
     held = (weight for weight in model.parameters() if quantized or weight.requires_grad)
     return sum(weight.nbytes if quantized else 4 * weight.numel() for weight in held)
 
