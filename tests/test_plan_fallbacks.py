@@ -7,7 +7,7 @@ from transformers import DeepseekV3Config
 
 from hf_memopt import plan
 from hf_memopt.engines import engine_named
-from hf_memopt.errors import MethodRefused
+from hf_memopt.errors import InputError, MethodRefused
 from hf_memopt.estimator.accounting.ledger import Peak
 from hf_memopt.estimator.overheads import paged_on_device
 from hf_memopt.estimator.quantized_checkpoints import loading_quantization
@@ -106,6 +106,13 @@ def test_experts_are_quantized_where_adapters_leave_them_out():
 def test_an_offloading_strategy_may_be_named_on_one_device():
     assert resolve_preset("a100_80gb", "full", "zero3_offload_cpu").processes == 1
     assert {choice.strategy for choice in list_choices(_spec(strategy="zero3_offload_cpu"))} == {"zero3_offload_cpu"}
+
+
+def test_a_task_without_a_model_is_refused_by_the_name_that_was_given():
+    asked = {"model": "qwen2.5-vl-3b", "task": "dpo", "seq_len": 64}
+    for refused in (lambda: _settled(**asked), lambda: spec_job(preset_spec(preset_by_name("h100_80gb"), **asked))):
+        with pytest.raises(InputError, match=r"^task=dpo: transformers has no AutoModelForCausalLM of model type"):
+            refused()
 
 
 def test_checkpoints_that_only_train_dequantized_are_planned_so():

@@ -221,7 +221,7 @@ def _leave_out_checkpointing(config, task: str | None, resolved: dict) -> None:
     """Without the preset's checkpointing where the model's class has none, as XLNet's: the Trainer would refuse it."""
     if not resolved.get("activation_checkpointing"):
         return
-    task = infer_task(config) if task is None else find_task(model_task(task), config)
+    task = infer_task(config) if task is None else find_task(model_task(task), config, task)
     if not supports_checkpointing(config, task):
         logger.warning("%s has no activation checkpointing: estimated without the preset's", config.model_type)
         for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):

@@ -54,7 +54,7 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
 
     spec = read_model(spec)
     task = spec.task or infer_task(spec.config)
-    find_task(model_task(task), spec.config)
+    find_task(model_task(task), spec.config, task)
     if task not in PLANNED_TASKS:
         raise InputError(f"task={task}: plan knows models of text and video; `hf-memopt estimate` takes this one")
     if spec.sequence_parallel > 1:

@@ -164,8 +164,11 @@ def named_tasks(name: str) -> list[str]:
     raise choose("task", name, [*TASKS, *TRL_TASKS])
 
 
-def find_task(name: str, config) -> str:
+def find_task(name: str, config, asked: str = "") -> str:
     """The task of TASKS that a name stands for: its own, a pipeline's, or an auto class's.
+
+    Args:
+        asked: the task that trains such a model, where a user named that one (dpo).
 
     Raises:
         InputError: an unknown name, or a model type that has no model for the task.
@@ -176,7 +179,7 @@ def find_task(name: str, config) -> str:
             return task
     known = ", ".join(task for task, row in TASKS.items() if row.model_class(config) is not None)
     raise InputError(
-        f"task={name}: transformers has no {TASKS[named[0]].auto_class} of model type {config.model_type!r}; "
+        f"task={asked or name}: transformers has no {TASKS[named[0]].auto_class} of model type {config.model_type!r}; "
         + (f"its tasks: {known}" if known else "it has none that a Trainer trains")
     )
 
