@@ -155,6 +155,19 @@ def test_tables_are_for_people():
     assert "l40s_x4_aggressive" in run_forked("hf-memopt", "presets").stdout
 
 
+def test_export_says_how_to_start_what_it_wrote(command, tmp_path, monkeypatch):
+    """In a line of its own, which a shell takes as it stands."""
+    monkeypatch.chdir(tmp_path)
+    expected = {
+        "sh 'a run'/launch.sh": ["rtx_4090"],
+        "accelerate launch --config_file 'a run'/accelerate.yaml SCRIPT.py": ["rtx_4090", "--yaml-only"],
+        "sbatch 'a run'/slurm.sbatch": ["rtx_4090", "--target", "slurm"],
+    }
+    for start, (preset, *options) in expected.items():
+        code, output, errors = command("export", preset, "a run", *options, "--overwrite")
+        assert (code, output.splitlines()[1]) == (0, f"  {start}"), errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",

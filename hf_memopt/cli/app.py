@@ -333,7 +333,7 @@ def monitor(
     directory: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN_DIR]", help="A run's output_dir, to show its steps. Default: one that is running in ./out."
+            metavar="RUN_DIR", help="A run's output_dir, to show its steps. Default: one that is running in ./out."
         ),
     ] = None,
     interval: Annotated[float, typer.Option(callback=positive, help="Seconds between readings.")] = 2.0,

@@ -75,30 +75,25 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
     if options.target and options.yaml_only:
         raise InputError(f"target={options.target} and yaml_only exclude each other: leave one out")
     folder = folder_for(options.directory)
-    start = "sbatch {}/slurm.sbatch"  # {} is the folder
+    start = "sbatch {}/slurm.sbatch" if options.target or preset.machines > 1 else "sh {}/launch.sh"  # {}: the folder
     if options.target in targets:
         config_files = {"training_arguments.json": _json(_settings(preset)), **_yaml_alone(preset, options.nvme_path)}
         recipe = [options.recipe, *_recipe_arguments(preset, options)]
         files, start = targets[options.target](preset, options.target, recipe, config_files)
     elif options.yaml_only:
         files = _yaml_alone(preset, options.nvme_path)
+        start = "accelerate launch --config_file {}/accelerate.yaml SCRIPT.py"
     else:
         files = _contents(preset, folder, options)
     write_folder(folder, files, options.overwrite)
     if as_json:
         print_json({"directory": str(folder), "files": sorted(files)})
-    elif options.target:
-        start = start.format(shlex.quote(from_here(folder)))
-        print(f"wrote {', '.join(sorted(files))} to {folder}; start with: {start}")
-    elif options.yaml_only:
-        config = shlex.quote(str(folder / "accelerate.yaml"))
-        print(f"wrote accelerate.yaml to {folder}; use it with: accelerate launch --config_file {config} SCRIPT.py")
-    else:
-        start = "sbatch" if preset.machines > 1 else "sh"
-        script = shlex.quote(str(folder / ("slurm.sbatch" if preset.machines > 1 else "launch.sh")))
-        print(f"wrote {', '.join(sorted(files))} to {folder}; start with: {start} {script}")
-        if missing := missing_for(options.recipe, preset.strategy):
-            print(f"note: {missing}")
+        return
+    start = start.format(shlex.quote(from_here(folder)))
+    print(f"wrote {', '.join(sorted(files))} to {folder}; start with:\n  {start}")
+    started = not (options.target or options.yaml_only)  # by what was written here
+    if started and (missing := missing_for(options.recipe, preset.strategy)):
+        print(f"note: {missing}")
 
 
 def _check_words(arguments: list[str]) -> None:

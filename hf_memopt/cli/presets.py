@@ -3,6 +3,7 @@
 from dataclasses import asdict, fields
 from typing import Any
 
+from hf_memopt.cli.answer_printed import paragraph
 from hf_memopt.cli.output import print_json, print_table
 from hf_memopt.hardware.catalog import Hardware
 from hf_memopt.presets import Preset, list_presets, preset_by_name
@@ -43,7 +44,8 @@ def show_one(name: str, method: str, strategy: str | None, precision: str | None
     if as_json:
         print_json(describe(preset))
         return
-    say(f"{preset.name}, method {preset.method}, strategy {preset.strategy}: {preset.meant_for}\n")
+    about = f"{preset.name}, method {preset.method}, strategy {preset.strategy}: {preset.meant_for}"
+    say("\n".join([*paragraph(about), ""]))
     rows = [(key, value) for key, value in written(preset.settings()).items()]
     rows += [("dtype (model)", preset.dtype), ("tokens per sample", preset.seq_len)]
     rows += [("effective batch", preset.effective_batch_size), ("reference model", preset.reference_model)]
