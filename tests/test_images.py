@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.spec_job import preset_spec, read_model, spec_job
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.planner.data_use import find_use
 from hf_memopt.presets import get_preset
 from hf_memopt.video.image_inputs import image_inputs, read_image_settings
 from hf_memopt.video.inputs import value_tensors
@@ -202,6 +204,36 @@ def test_the_command_line_takes_images(command, tmp_path):
     assert code == 0 and "video_sft.py" in output and "--max_frames" not in output
     code, _, errors = command("estimate", str(folder), *words[:4], "--set", "image_size=640")
     assert code == 2 and "image_size=640: write width and height" in errors
+
+
+def test_pictures_of_a_data_set_are_measured(command, jsonl, tmp_path, monkeypatch):
+    """By the headers of the files: the most pictures of a row, the largest of all, and the longest text."""
+    monkeypatch.chdir(tmp_path)
+    for name, size in {"wide": (320, 40), "tall": (100, 200), "small": (64, 64)}.items():
+        Image.new("RGB", size).save(f"{name}.png")
+    answer = {"role": "assistant", "content": "three of them"}
+    rows = [
+        {"images": ["tall.png"], "messages": [{"role": "user", "content": "<image>" + "word " * 40}, answer]},
+        {"images": ["wide.png", "small.png"], "messages": [{"role": "user", "content": "how many?"}, answer]},
+    ]
+    source = jsonl(rows, "pictures.jsonl")
+    found = find_use(str(source), with_media=True, clips=False)
+    tokens = -(-len("word " * 40) // 4) + -(-len("three of them") // 4)  # four bytes each, without a tokenizer
+    assert found.pictures == {"images": 2, "image_size": "100x200", "answer_tokens": tokens}
+    assert not find_use(str(source), with_media=True).pictures, "the job has clips of its own"
+    video = {**rows[0], "images": [], "videos": ["a.mp4"]}
+    assert not find_use(str(jsonl([video], "clips.jsonl")), with_media=True, clips=False).pictures
+
+    model = video_models.make("qwen2_5_vl", tmp_path / "model", weights=False)
+    asked = ("plan", model, "--hardware", "rtx_4090", "--method", "lora", "--quick", "--dataset")
+    code, output, errors = command(*asked, source, "--json")
+    says = r"for rows of 2 × 100x200 and \d+ tokens of text, the most that the 2 rows have"  # by the model's tokenizer
+    assert code == 0 and re.fullmatch(says, json.loads(output)["notes"][-1]), errors
+    code, _, errors = command(*asked, jsonl([video], "clips.jsonl"))
+    assert code == 2 and "has videos: --set max_frames=N" in errors
+    (tmp_path / "tall.png").unlink()
+    code, _, errors = command(*asked, source)
+    assert code == 2 and "tall.png: no such file" in errors
 
 
 def test_answers_that_are_long_have_their_loss_in_chunks():

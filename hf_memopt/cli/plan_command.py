@@ -243,7 +243,7 @@ def plan(
     data = {"dataset": dataset, "ignore_columns": ignored, "skip_bad_rows": skip_bad_rows}
     spec = check_words(replace(spec, **data, quick=quick), (*METHODS, "any"))
     if use := _use_of(spec):
-        spec = replace(spec, task=use.task)
+        spec = replace(spec, task=use.task, clips=use.pictures | spec.clips)
         if use.samples and samples is None and tokens is None:
             samples = str(use.samples)
     amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
@@ -270,13 +270,13 @@ def _use_of(spec):
         return None
     from hf_memopt.estimator.architectures import hub_id
     from hf_memopt.estimator.spec_job import read_model
-    from hf_memopt.planner.data_use import find_use
+    from hf_memopt.planner.data_use import find_use, takes_media
 
     asked = read_model(spec)
     model = hub_id(spec.model) if spec.is_named else None
-    use = find_use(
-        spec.dataset, spec.task, asked.video is not None, model, spec.skip_bad_rows, ignore=spec.ignore_columns
-    )
+    clips = asked.video is not None
+    media = clips or takes_media(asked.config)
+    use = find_use(spec.dataset, spec.task, media, model, spec.skip_bad_rows, spec.ignore_columns, clips)
     if use is not None:
         use.check_model(spec.dataset, asked)
     return use

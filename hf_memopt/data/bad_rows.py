@@ -137,14 +137,17 @@ def _judge_all(rows, judge: Judge) -> list[str | None]:
     """_why_refused() of each row, kept by `datasets` until rows, judge or version change."""
     from datasets import Features, Value
 
-    def judged(row: dict, version: str) -> dict[str, str | None]:
-        return {"refused": _why_refused(row, judge)}
-
     settings: dict[str, Any] = {
         "remove_columns": rows.column_names,
         "features": Features({"refused": Value("string")}),
+        "fn_kwargs": {"judge": judge, "version": __version__},
     }
-    return rows.map(judged, fn_kwargs={"version": __version__}, desc="checking rows", **settings)["refused"][:]
+    return rows.map(_judged, desc="checking rows", **settings)["refused"][:]
+
+
+def _judged(row: dict, judge: Judge, version: str) -> dict[str, str | None]:
+    """Of a module, so that `datasets` hashes it by its name: it cannot hash one that holds a judge."""
+    return {"refused": _why_refused(row, judge)}
 
 
 def _keep_of_stream(row: dict, index: int, judge: Judge, source: str, skip: bool, reported: set[str]) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +20,7 @@ from hf_memopt.errors import InputError, listed
 from hf_memopt.files import check_links
 from hf_memopt.hub_names import is_cached
 from hf_memopt.video.conversations import conversation
+from hf_memopt.video.images import image_size, open_medium
 
 _PAIRS, _ANSWERS = ("dpo", "reward"), ("sft",)
 # Trainers whose samples are prompts -> the columns that have to be filled.
@@ -38,6 +40,8 @@ class Use:
         bad: rows that cannot be trained on.
         lengths: tokens of each good row that one sample is made of; of a pair, of its longer answer.
         counted: by the model's tokenizer, not by the rows' bytes.
+        pictures: of rows without videos, as `--set` takes a sample with the most and the largest of them; empty where
+            the job's own clips are planned.
     """
 
     task: str | None
@@ -46,6 +50,7 @@ class Use:
     bad: BadRows = field(default_factory=BadRows, compare=False)
     lengths: tuple[int, ...] = field(default=(), compare=False)
     counted: bool = field(default=False, compare=False)
+    pictures: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def check_model(self, source: str, spec) -> None:
         """Refuse clips for a model of texts.
@@ -56,7 +61,11 @@ class Use:
         Raises:
             InputError: the model takes no videos.
         """
-        if self.media and spec.video is None:
+        if self.media and spec.video is None and not self.pictures:
+            if takes_media(spec.config):
+                raise InputError(
+                    f"data set {source!r} has videos: --set max_frames=N plans for so many frames of each"
+                )
             raise InputError(f"data set {source!r} has videos or images, and {spec.model_name} takes none")
 
     def longer_than(self, tokens: int | None) -> int:
@@ -70,6 +79,11 @@ class Use:
             tokens: of a sample, at most; None of clips.
         """
         notes = []
+        if self.pictures:
+            notes.append(
+                f"for rows of {self.pictures['images']} × {self.pictures['image_size']} and "
+                f"{self.pictures['answer_tokens']:,} tokens of text, the most that the {self.samples:,} rows have"
+            )
         if self.bad.count:
             notes.append(str(self.bad))
         if longer := self.longer_than(tokens):
@@ -97,16 +111,18 @@ def find_use(
     model: str | None = None,
     skip: bool = False,
     ignore: Sequence[str] = (),
+    clips: bool | None = None,
 ) -> Use | None:
     """The use of local data; None of a hub name, which is read when the job runs.
 
     Args:
         task: that the user named.
-        with_media: the model takes videos.
+        with_media: the model takes videos or images.
         model: whose tokenizer counts tokens and whose chat template has to write all of a row, where it is on this
             machine.
         skip: leave out rows that cannot be trained on.
         ignore: columns to leave out.
+        clips: the job has videos or images, whatever the rows have; by default where the model takes them.
 
     Raises:
         InputError: nothing is there, a row cannot be read, or the recipe of the task does not train on such rows.
@@ -122,10 +138,15 @@ def find_use(
     rows = without_columns(splits["train"], ignore, source)
     if not len(rows):
         raise InputError(f"data set {source!r} is empty: the split has no rows")
-    return _of_rows(rows, source, task, with_media, _tokenizer(model), skip)
+    return _of_rows(rows, source, task, with_media, _tokenizer(model), skip, with_media if clips is None else clips)
 
 
-def _of_rows(rows, source: str, task: str | None, with_media: bool, tokenizer, skip: bool) -> Use:
+def takes_media(config) -> bool:
+    """True of models of pictures, or of videos, and texts."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def _of_rows(rows, source: str, task: str | None, with_media: bool, tokenizer, skip: bool, clips: bool) -> Use:
     columns = rows.column_names
     unsuitable = partial(_unsuitable, source, columns)
     if task in _PROMPTS:
@@ -145,8 +166,10 @@ def _of_rows(rows, source: str, task: str | None, with_media: bool, tokenizer, s
         raise unsuitable(f"accepted are: {accepted(with_media)}; chosen + rejected")
     if form == "text" and task not in _ANSWERS:
         return _judged(rows, source, check_text, Use(task, None, media), skip)
-    if media or with_media:
-        return _judged(rows, source, conversation, Use(task, len(rows), media), skip)
+    if media or clips:
+        (good,), bad = sift([rows], conversation, source, skip, "--skip-bad-rows")
+        pictures = _pictures(good, source, tokenizer) if with_media and not clips else {}
+        return Use(task, len(good), media, bad, pictures=pictures)
     kind = find_answer_kind(rows, form)
     judge, texts_of = answer_judge(form, kind, tokenizer), partial(_answer_texts, form=form, kind=kind)
     return _judged(rows, source, judge, Use(task or "sft", len(rows), media), skip, tokenizer, texts_of)
@@ -165,6 +188,27 @@ def _judged(rows, source: str, judge: Judge, use: Use, skip: bool, tokenizer=Non
     lengths = [max(_tokens(text, tokenizer) for text in texts_of(row)) for row in good] if texts_of else []
     samples = None if use.samples is None else len(good)
     return replace(use, samples=samples, bad=bad, lengths=tuple(lengths), counted=tokenizer is not None)
+
+
+def _pictures(rows, source: str, tokenizer) -> dict[str, Any]:
+    """Use.pictures, from the headers of the files; empty where a row has a video.
+
+    Raises:
+        BadVideo: a picture is not there, or is none.
+    """
+    path = local_path(source)
+    folder = path if path.is_dir() else path.parent
+    most, tokens, largest = 0, 1, (0, 0)
+    for row in rows:
+        messages, media = conversation(row, "")
+        if any(medium.kind == "video" for medium in media):
+            return {}
+        texts = (part["text"] for message in messages for part in message["content"] if part["type"] == "text")
+        most, tokens = max(most, len(media)), max(tokens, sum(_tokens(text, tokenizer) for text in texts))
+        opened = (open_medium(medium.source, lambda name: folder / Path(name).expanduser()) for medium in media)
+        largest = max(largest, *map(image_size, opened), key=math.prod)
+    size = {"images": most, "image_size": f"{largest[1]}x{largest[0]}", "answer_tokens": tokens}
+    return size if most else {}
 
 
 def _answer_texts(row: dict, form: str, kind: str) -> list:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,26 @@ from hf_memopt.video.video_files import BadVideo, FrameTimes, choose_frames, dis
 # Of a folder of frames; others in it (a list of times, a thumbnail database) are no frames.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _ORIENTATION, _QUARTER_TURNS = 0x0112, (5, 6, 7, 8)  # EXIF 2.32, tag Orientation
+
+
+def open_medium(source, place: Callable[[str], Path]) -> Path | io.BytesIO:
+    """The path of a file, or a buffer with the bytes that a dataset embeds.
+
+    Args:
+        source: of a Medium that is one file.
+        place: the path that a row's name of a file stands for.
+
+    Raises:
+        BadVideo: there is no such file.
+    """
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, bytes):
+        return io.BytesIO(source)
+    path = place(source)
+    if not path.is_file():
+        raise BadVideo(f"{path}: no such file")
+    return path
 
 
 def open_image(source: Path | io.BytesIO):

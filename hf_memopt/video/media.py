@@ -14,9 +14,8 @@ from hf_memopt.video.conversations import Medium
 from hf_memopt.video.downloads import Downloads, is_url
 from hf_memopt.video.frame_cache import FrameCache
 from hf_memopt.video.frame_limits import FrameLimits
-from hf_memopt.video.images import frames_in, open_image, outline_frames, read_frames
+from hf_memopt.video.images import frames_in, open_image, open_medium, outline_frames, read_frames
 from hf_memopt.video.processor import lower_shortest_edge, settings_dict
-from hf_memopt.video.video_files import BadVideo
 
 # What a processor returns beside a medium's own tensors.
 _TEXT_OUTPUTS = {
@@ -213,14 +212,7 @@ class MediaEncoder:
         Raises:
             BadVideo: there is no such file.
         """
-        if isinstance(source, dict):
-            source = source.get("bytes") or source.get("path")
-        if isinstance(source, bytes):
-            return io.BytesIO(source)
-        path = self._path(source)
-        if not path.is_file():
-            raise BadVideo(f"{path}: no such file")
-        return path
+        return open_medium(source, self._path)
 
     def check(self, media: list[EncodedMedium]) -> None:
         """Assert the limits on the tensors themselves: processors have frame limits of their own.
