@@ -13,7 +13,7 @@ from hf_memopt import MemoryArguments, get_preset
 from hf_memopt.engines.mesh import Mesh, MeshEngine, is_mesh, mesh_strategy, mesh_words
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
-from hf_memopt.estimator.swapping import largest_group
+from hf_memopt.estimator.overheads import largest_group
 from hf_memopt.trainer.checkpoints.intact import newest_intact
 
 

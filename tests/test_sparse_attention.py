@@ -23,8 +23,8 @@ from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers import attention_pattern
 from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.levers.attention_pattern import attend_to_blocks
 from hf_memopt.levers.sliding_window import set_window
-from hf_memopt.levers.sparse_attention import attend_to_blocks
 
 BLOCK, LOCAL, FIRST, TOKENS = 4, 1, 1, 23
 

@@ -32,12 +32,12 @@ from hf_memopt.cli.options import (
     positive,
     preset_names,
 )
-from hf_memopt.cli.parsing import CommandLine, TakesLauncher
-from hf_memopt.cli.usage import usage_sentence
+from hf_memopt.cli.parsing import CommandLine, TakesLauncher, usage_sentence
 from hf_memopt.contributed import load_contributed
 from hf_memopt.disk import write_failure
 from hf_memopt.errors import ImpossibleEstimate, IncompatibleLibrary, InputError, one_line
 from hf_memopt.noise import quiet
+from hf_memopt.packages import require
 from hf_memopt.terminal import only_plain_text
 
 
@@ -377,9 +377,15 @@ def consolidate(
     json: Json = False,
 ) -> None:
     """Merge a sharded checkpoint into one safetensors model, without the devices that wrote it."""
-    from hf_memopt.cli.consolidate import run_consolidate
+    from hf_memopt.cli.output import print_json, working
+    from hf_memopt.trainer.checkpoints import consolidation
 
-    run_consolidate(checkpoint, directory, trusted, json)
+    working(f"merging the shards of {checkpoint}")
+    files = consolidation.consolidate(checkpoint, directory, trusted)
+    if json:
+        print_json({"directory": directory, "files": files})
+    else:
+        print(f"wrote {', '.join(files)} to {directory}")
 
 
 @app.command(epilog="Examples: hf-memopt ui · hf-memopt ui --host 0.0.0.0 --port 8080 --public")
@@ -392,9 +398,16 @@ def ui(
     ] = False,
 ) -> None:
     """Ask by clicking: a page in the browser; needs gradio."""
-    from hf_memopt.cli.ui import run_ui
+    require("gradio", "hf-memopt ui")
+    from hf_memopt.ui.limits import Limits
+    from hf_memopt.ui.page import build_page, launch_page
 
-    run_ui(host, port, public or share, share)
+    try:
+        launch_page(build_page(Limits(public=public or share)), host, port, share=share)
+    except OSError as error:
+        raise InputError(
+            f"host={host}, port={port}: {one_line(error)}; choose another with --host or --port"
+        ) from None
 
 
 @app.command(epilog="Example: hf-memopt doctor accelerate_configs/*.yaml")

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NoReturn
 from unittest import mock
 
-from hf_memopt.charts import check_path
+from hf_memopt import charts
 from hf_memopt.cli.estimate_printed import EstimatedJob
 from hf_memopt.cli.output import print_json, working
 from hf_memopt.cli.speed_printed import AmountOptions, to_dict
@@ -71,9 +71,7 @@ def run_estimate(
         working("estimating which changes save most")
         savings += largest_savings(job, estimate, map_fn=on_all_cores)
     if plot_file:
-        from hf_memopt.estimator.plot import plot
-
-        plot(estimate, plot_file, f"{spec.model}, {spec.method}, {_batch_in_words(job)}, {job.device.label}")
+        _plot(estimate, plot_file, f"{spec.model}, {spec.method}, {_batch_in_words(job)}, {job.device.label}")
     settings, sizes = _describe_settings(preset)
     took = amount.time_and_cost(estimate, micro * accumulation * job.world_size, job.world_size)
     if as_json:
@@ -208,7 +206,7 @@ def run_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, al
     """
     if plot_file:
         require("matplotlib", "--plot")
-        check_path(Path(plot_file))
+        charts.check_path(Path(plot_file))
     if not Path(options.script).is_file():
         raise InputError(f"{options.script}: no such file")
     options = _with_device_count(options)
@@ -304,9 +302,7 @@ def _print_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool,
         steps = training_steps(trainer, devices)
     took = run_duration(steps, estimate.step_seconds, options.price, devices)
     if plot_file:
-        from hf_memopt.estimator.plot import plot
-
-        plot(estimate, plot_file, options.script)
+        _plot(estimate, plot_file, options.script)
     if as_json:
         content = estimate.to_dict() | {"hardware": job.device.name, "devices": devices}
         content |= {"duration": to_dict(estimate, took)}
@@ -345,3 +341,20 @@ def import_libraries() -> None:
 def _uncompiled(function=None, **kwargs):
     """torch.compile that leaves a function as it is."""
     return (lambda function: function) if function is None else function
+
+
+def _plot(estimate, path: str, title: str) -> None:
+    """Write a PNG, SVG, PDF or HTML file of the predicted timeline, atomically.
+
+    Raises:
+        InputError: another ending, or a folder that does not exist.
+    """
+    timeline = [(segment.split(":")[0], size) for segment, size in estimate.timeline]
+    near = estimate.capacity_bytes and estimate.capacity_bytes < 3 * estimate.device_bytes
+    capacity = estimate.capacity_bytes if near else None
+    peak = estimate.peak_allocated_bytes
+    charts.save(
+        path,
+        f"Predicted memory of {title}",
+        lambda axes, narrow: charts.by_phase(axes, narrow, timeline, peak, capacity),
+    )

@@ -3,11 +3,10 @@ installed; beside them stand only rows for what they accept and read otherwise."
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from hf_memopt.engines.read_keys import ReadKeys
 from hf_memopt.errors import InputError, brief, misspelling, one_line
 from hf_memopt.findings import Effect, Finding, Keys, places, refused, value_at, without
 
@@ -293,3 +292,43 @@ def _names(kind: Any) -> list[str]:
 def _ends_in(keys: Keys, loc: Keys) -> bool:
     """True if keys lead to pydantic's location, which is of a block, by alias or by name."""
     return len(keys) > 1 and loc != () and keys[-len(loc) :] in (loc, (*loc[:-1], loc[-1].removeprefix("stage3_")))
+
+
+class ReadKeys(dict):
+    """A nested mapping, every part of which remembers.
+
+    Attributes:
+        log: the keys that were looked for, in their order, each with the keys that lead to it.
+    """
+
+    def __init__(self, content: Mapping[str, Any], keys: tuple = (), log: list[tuple] | None = None) -> None:
+        self._keys, self.log = keys, [] if log is None else log
+        blocks = {key: value for key, value in content.items() if isinstance(value, Mapping)}
+        nested = {key: ReadKeys(block, (*keys, key), self.log) for key, block in blocks.items()}
+        super().__init__({**content, **nested})
+
+    def __getitem__(self, key):
+        self.log.append((*self._keys, key))
+        return super().__getitem__(key)
+
+    def __contains__(self, key) -> bool:
+        self.log.append((*self._keys, key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator:
+        for key in super().__iter__():
+            self.log.append((*self._keys, key))
+            yield key
+
+    def get(self, key, default=None):
+        self.log.append((*self._keys, key))
+        return super().get(key, default)
+
+    def keys(self):
+        return KeysView(self)
+
+    def items(self):
+        return ItemsView(self)
+
+    def __copy__(self):
+        return self

@@ -1,7 +1,8 @@
 """Memory that a trace on the CPU cannot see, and what the numbers do and do not cover (hardware.constants)."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from hf_memopt.compatibility.rules import CUDA_GRAPHS, PACKAGES
 from hf_memopt.compatibility.setup import compile_mode
@@ -9,7 +10,6 @@ from hf_memopt.estimator.accounting.ledger import BLOCK, Peak, TraceResult
 from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import describe_liger
 from hf_memopt.estimator.quantized_checkpoints import quantization_notes
-from hf_memopt.estimator.swapping import optimizer_buffers
 from hf_memopt.estimator.tracing.tasks import EMBEDDINGS
 from hf_memopt.estimator.tracing.untraced_optimizers import by_formula
 from hf_memopt.hardware import Hardware
@@ -295,3 +295,27 @@ def measured_memory(device: Hardware, expandable: bool) -> Iterator[str]:
         yield f"{model}: of {jobs} on this device it was {min(errors):+.1%} to {max(errors):+.1%} off"
     else:
         yield f"{model}; not checked on this device yet"
+
+
+_COUNT = 4  # buffer_count, by default (deepspeed.runtime.zero.offload_config)
+
+
+def optimizer_buffers(job) -> int:
+    """Bytes of one process's buffers, in fp32, from the sizes of the whole model's weights: they do not grow linearly
+    with the number of layers (deepspeed 0.19: swap_tensor.utils.SwapBufferManager, stage3._create_fp16_sub_groups).
+    """
+    zero = (job.fields.get("deepspeed") or {}).get("zero_optimization") or {}
+    states = zero.get("offload_optimizer") or {}
+    if states.get("device") != "nvme":
+        return 0
+    parts = [-(-size // job.world_size) for size in job.trained_sizes()]
+    return states.get("buffer_count", _COUNT) * 4 * largest_group(parts, int(zero.get("sub_group_size", 1e9)))
+
+
+def largest_group(parts: Iterable[int], limit: int) -> int:
+    """Elements of the largest group; a group ends with the weight that reaches the limit."""
+
+    def extend(group: int, part: int) -> int:
+        return part if group >= limit else group + part
+
+    return max(accumulate(parts, extend))

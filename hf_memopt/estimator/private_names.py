@@ -63,12 +63,12 @@ class Part(Enum):
         "tracing.fake_quantization",
     )
     PEFT = "adapters of peft", "patches.fake_adapters"
-    FP8 = "FP8 weights", "patches.fp8_kernels"
+    FP8 = "FP8 weights", "tracing.fake_tensors"
     OPTIMIZERS = "optimizers by formula", "tracing.untraced_optimizers"
     FLASH_ATTENTION = "flash attention", "patches.flash_attention"
     LIGER = "Liger's kernels", "patches.liger"
     VISION = "vision towers", "patches.vision_windows"
-    DETECTION = "detection and segmentation", "patches.assignment"
+    DETECTION = "detection and segmentation", "tracing.fake_tensors"
     ROLLOUTS = "TRL's trainers that generate", "patches.trl_trainers", "tracing.rollouts"
     LEVERS = "memory features", "tracing.trace"
     OFFLOADED_INPUTS = "checkpointed layers whose inputs are in host memory", "tracing.trace"

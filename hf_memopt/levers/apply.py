@@ -1,10 +1,10 @@
 """Apply MemoryArguments to a model and its optimizer; the trainer and the estimator both call this."""
 
+import contextlib
 from typing import Any
 
 from hf_memopt.levers.arguments import FEATURES, MemoryArguments
 from hf_memopt.levers.replaced import replace
-from hf_memopt.levers.sharded_gradients import reduce_at_once
 
 
 def apply_levers(model, memory_args: MemoryArguments, label_smoothing: float = 0.0) -> None:
@@ -48,3 +48,16 @@ def _creating(trainer, memory_args: MemoryArguments, host: dict[str, Any]):
         return optimizer
 
     return create_changed
+
+
+def reduce_at_once(trainer) -> None:
+    """Make a Trainer reduce gradients after every micro-batch, if transformers sharded its model without replicas.
+
+    Where transformers shards a model without replicas (DistributedConfig), its Trainer (5.23) keeps the unsharded
+    gradients of all layers until the last micro-batch, four bytes per weight, and reduces them once. Reducing those of
+    each micro-batch, as accelerate's FSDP2 and ZeRO-3 do, needs less memory and more communication. With replicas only
+    the all-reduce between them is deferred, and gradients stay sharded anyway.
+    """
+    mesh = getattr(getattr(trainer.model, "config", None), "distributed_config", None)
+    if mesh is not None and mesh.dp_replicate_size == 1:
+        replace(trainer, "_defer_fsdp_gradient_reduction", lambda: contextlib.nullcontext())

@@ -7,11 +7,10 @@ from hf_memopt.errors import InputError, choose
 from hf_memopt.field_values import check_value, hints_of
 from hf_memopt.levers.feature import Feature
 from hf_memopt.levers.features.activations import Activations
-from hf_memopt.levers.features.answer_logits import AnswerLogits
+from hf_memopt.levers.features.answer_logits import AnswerLogits, EvalLogits
 from hf_memopt.levers.features.attention import SlidingWindow, SparseAttention
 from hf_memopt.levers.features.checkpointing import Checkpointing
 from hf_memopt.levers.features.compile_budget import CompileBudget
-from hf_memopt.levers.features.eval_logits import EvalLogits
 from hf_memopt.levers.features.experts import Experts
 from hf_memopt.levers.features.frozen import Frozen
 from hf_memopt.levers.features.loss_chunks import LossChunks

@@ -1,11 +1,11 @@
-"""from_pretrained that quantizes experts as it reads them: they are never on the device in 16 bits together."""
+"""from_pretrained with another quantizer of 4-bit weights: one that quantizes experts as it reads them, so that they
+are never on the device in 16 bits together."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hf_memopt.errors import InputError
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.four_bit_quantizer import quantizer_replaced
 from hf_memopt.levers.quantized_experts import (
     ONLY_4_BIT,
     dequantize_on_access,
@@ -80,3 +80,23 @@ def _quantize_operation(plain, quantizer):
 
     plain.convert = convert
     return plain
+
+
+_METHOD = "bitsandbytes_4bit"
+
+
+@contextmanager
+def quantizer_replaced(extend: Callable[[type], type]) -> Iterator[None]:
+    """from_pretrained() in here quantizes to 4 bits with another class.
+
+    Args:
+        extend: makes it of the one that is in force.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING  # the table that register_quantizer() fills
+
+    plain = AUTO_QUANTIZER_MAPPING[_METHOD]
+    AUTO_QUANTIZER_MAPPING[_METHOD] = extend(plain)
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING[_METHOD] = plain

@@ -13,7 +13,7 @@ import torch
 
 from hf_memopt.levers import weight_streaming
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.four_bit_quantizer import quantizer_replaced
+from hf_memopt.levers.expert_loading import quantizer_replaced
 from hf_memopt.levers.weight_streaming import HOST_ELEMENTS, streamed_layers, streamer_of
 
 # peft 0.21's values of init_lora_weights that draw the factors, rather than compute them from the weights.

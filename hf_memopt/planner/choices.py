@@ -21,8 +21,8 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import FEATURES, MemoryArguments
 from hf_memopt.levers.changes import ADAM_8BIT
 from hf_memopt.levers.facts import Facts
+from hf_memopt.levers.feature import Knob
 from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
-from hf_memopt.levers.knob import Knob
 from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.packages import is_installed
 from hf_memopt.planner.trl_choices import NO_TRL, TrlChoice, trl_space

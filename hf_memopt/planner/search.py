@@ -12,8 +12,7 @@ from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.cost import Cost
-from hf_memopt.planner.sketch import Sketch, caution
-from hf_memopt.planner.sketched import sketched_estimate
+from hf_memopt.planner.sketch import Sketch, caution, sketched_estimate
 
 # No dearer choice is taken for a smaller gain: two published runs of one model and method on one card are off by this
 # much against each other, in the median of 96 pairs (3.8 %, benchmarks/results/speed_published.json).

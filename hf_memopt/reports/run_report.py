@@ -9,7 +9,6 @@ from hf_memopt.estimator.duration import time_text
 from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import PROFILES, THRESHOLDS
 from hf_memopt.oom.events import describe_event
-from hf_memopt.reports.html_page import render_page
 from hf_memopt.reports.next_steps import data_wait_share, speed, suggest_next_steps
 from hf_memopt.reports.run import Run, read_run
 from hf_memopt.terminal import plain
@@ -347,3 +346,27 @@ def _machine(report: dict[str, Any]) -> list[tuple[str, str]]:
     if not hardware:
         return []
     return [(hardware.get("label", ""), size(hardware.get("memory_bytes"))), *report.get("versions", {}).items()]
+
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render_page(template: str, folder: Path = _TEMPLATES, **content: Any) -> str:
+    """A complete HTML page; all content is escaped.
+
+    Args:
+        template: run or runs, or one of the folder's, which may extend page.html.
+        folder: of the template.
+        content: the template's variables.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader([folder, _TEMPLATES]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["size"] = size
+    return environment.get_template(f"{template}.html").render(**content)

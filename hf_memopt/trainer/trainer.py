@@ -15,8 +15,8 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.training_fields import read_trainer_fields
 from hf_memopt.levers.apply import apply_levers, apply_to_trainer
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.levers.compile_memory_budget import memory_budget
 from hf_memopt.levers.facts import Facts
+from hf_memopt.levers.features.compile_budget import memory_budget
 from hf_memopt.levers.refusals import check_with_trl
 from hf_memopt.levers.weight_streaming import streamer_of
 from hf_memopt.monitor.callback import MemoryCallback, append

@@ -13,7 +13,7 @@ from hf_memopt.contrib.snapshots.snapshot_recording import KINDS
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.files import user_path, write_whole
 from hf_memopt.packages import require
-from hf_memopt.reports.html_page import render_page
+from hf_memopt.reports.run_report import render_page
 from hf_memopt.terminal import plain
 from hf_memopt.units import size
 

@@ -66,7 +66,7 @@ def follow_engine(engine, ledger: Ledger) -> None:
 
 
 def _forget_swap_buffers(engine, ledger: Ledger) -> None:
-    """Buffers between optimizer states and a disk: swapping.optimizer_buffers counts them at the model's own depth."""
+    """Buffers between optimizer states and a disk: overheads counts them at the model's own depth."""
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     for buffer in tensors_in(swapper.swap_buffer_manager.all_buffers if swapper else None):
         ledger.forget(buffer)

@@ -420,7 +420,7 @@ _SHARDED = Part.MESH.relies_on(
 )
 _DEFERRED = Part.MESH.relies_on(
     "transformers:Trainer._defer_fsdp_gradient_reduction(self)",
-    why="keeps whole gradients of all micro-batches; levers.sharded_gradients reduces each micro-batch's",
+    why="keeps whole gradients of all micro-batches; levers.apply reduces each micro-batch's",
     until="transformers has a setting for it",
 )
 

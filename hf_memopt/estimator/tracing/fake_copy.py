@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_memopt.estimator.tracing.dtypes import traceable_dtype
 from hf_memopt.estimator.tracing.extrapolate import read_config, with_depth
-from hf_memopt.estimator.tracing.fake_quantization import expert_state, quantization_method
+from hf_memopt.estimator.tracing.fake_quantization import expert_state, quantization_method, traceable_dtype
 from hf_memopt.estimator.tracing.quantized_linear import stand_in
 from hf_memopt.levers.replaced import put_back
 

@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.estimator.private_names import Part
-from hf_memopt.estimator.tracing.dtypes import traceable_dtype
 from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, QuantizedModule, StandInQuantizer
 
 _USED = Part.BITSANDBYTES.relies_on(
@@ -261,3 +260,10 @@ def _is_converted(module: torch.nn.Module) -> bool:
     if not hasattr(module, "in_features") or not isinstance(weight, torch.Tensor):
         return False
     return not weight.is_floating_point() or is_traceable_wrapper_subclass(weight)
+
+
+def traceable_dtype(dtype):
+    """bfloat16 for float16, which the CPU's autocast does not support; both take two bytes."""
+    import torch
+
+    return torch.bfloat16 if dtype is torch.float16 else dtype

@@ -5,7 +5,8 @@ While it lasts, replacements correct what libraries do differently with fake ten
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -25,10 +26,8 @@ from hf_memopt.estimator.patches.accelerator_operators import (
     foreach_optimizers,
     named_cuda_autocast,
 )
-from hf_memopt.estimator.patches.assignment import matched_in_order
 from hf_memopt.estimator.patches.fake_adapters import traceable_adapters
 from hf_memopt.estimator.patches.flex_attention import counted_flex_attention
-from hf_memopt.estimator.patches.fp8_kernels import counted_fp8_kernels
 from hf_memopt.estimator.private_names import Part
 
 
@@ -244,3 +243,44 @@ def refuse_paging(optimizer, weight: torch.Tensor) -> None:
         raise InputError(
             "optim: bitsandbytes pages AdEMAMix's states on a CPU, too, which fails: use ademamix or ademamix_8bit"
         )
+
+
+_ASSIGNMENT = Part.DETECTION.replaces(
+    "scipy.optimize:linear_sum_assignment",
+    why="losses match predictions with targets by the values of their costs",
+)
+
+
+def matched_in_order() -> AbstractContextManager:
+    """Match predictions and targets in their order: scipy needs the costs, but how many match follows from shapes."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
+    # Each loss has imported the function by name, where scipy is installed.
+    losses = [module for module in modules if "linear_sum_assignment" in vars(module)]
+    return _ASSIGNMENT.replaced(losses, linear_sum_assignment=_match_in_order) if losses else nullcontext()
+
+
+def _match_in_order(costs):
+    import numpy
+
+    matches = numpy.arange(min(costs.shape))
+    return matches, matches
+
+
+_KERNELS = Part.FP8.replaces(
+    "transformers.integrations.finegrained_fp8:load_finegrained_fp8_kernel()",
+    why="the kernels come from the hub and run on cards alone",
+)
+
+
+def counted_fp8_kernels() -> AbstractContextManager:
+    """A context in which the finegrained-fp8 kernels allocate their outputs.
+
+    They quantize activations as they go (finegrained_fp8_linear in transformers 5.23). DeepGEMM, which transformers
+    prefers on Hopper, also holds a copy of the input, one byte an element.
+    """
+    kernels = SimpleNamespace(matmul=_matmul, grouped_matmul=_matmul, batched_matmul=_matmul)
+    return _KERNELS.replaced(load_finegrained_fp8_kernel=lambda: kernels)
+
+
+def _matmul(left, right, scales, *args, **kwargs):
+    return torch.empty((*left.shape[:-1], right.shape[-2]), dtype=left.dtype)

@@ -9,8 +9,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError, as_input_error, brief
 from hf_memopt.estimator.private_names import Part, check
-from hf_memopt.estimator.tracing.dtypes import traceable_dtype
-from hf_memopt.estimator.tracing.fake_quantization import is_quantized, quantize
+from hf_memopt.estimator.tracing.fake_quantization import is_quantized, quantize, traceable_dtype
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 from hf_memopt.estimator.tracing.pair_loss import with_pair_loss
 from hf_memopt.estimator.tracing.quantized_linear import lora_modules, named_stand_ins

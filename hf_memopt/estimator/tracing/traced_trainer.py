@@ -1,12 +1,13 @@
 """The Trainer that is traced: transformers' own, or a copy of the user's with its class and settings."""
 
 import functools
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_memopt.estimator.accounting.known_values import set_value
+from hf_memopt.estimator.accounting.known_values import is_worth_knowing, set_value
 from hf_memopt.estimator.accounting.ledger import HOST, Ledger
-from hf_memopt.estimator.tracing.batches import fake_batch
 from hf_memopt.estimator.tracing.rollouts import follow_rollouts, generates
 from hf_memopt.levers.apply import apply_to_trainer
 
@@ -76,3 +77,19 @@ def make_collator(job):
         return batch
 
     return collate
+
+
+def fake_batch(batch: Any):
+    """A batch on fake tensors that know their values; to be made under the fake tensor mode."""
+    from accelerate.utils import recursively_apply
+
+    return recursively_apply(_fake, batch)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    if not is_worth_knowing(tensor):
+        return fake
+    with _disable_current_modes():  # a copy: what the model changes in place must not change the next batch
+        value = tensor.detach().cpu().clone()
+    return set_value(fake, value)

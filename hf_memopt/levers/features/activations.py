@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hf_memopt.levers.change import Change
-from hf_memopt.levers.feature import Feature
-from hf_memopt.levers.knob import Knob
+from hf_memopt.levers.feature import Feature, Knob
 
 COMPRESSION = Change(
     settings={"activation_compression": "int8"},

@@ -1,4 +1,5 @@
-"""logits_to_keep (levers/answer_logits.py): logits of positions with labels alone."""
+"""logits_to_keep (levers/answer_logits.py), logits of positions with labels alone, and reduce_eval_logits
+(trainer/evaluation.py), predicted tokens instead of logits."""
 
 from dataclasses import dataclass, field
 
@@ -29,3 +30,14 @@ class AnswerLogits(Feature):
             from hf_memopt.levers.answer_logits import keep_answer_logits
 
             keep_answer_logits(model)
+
+
+@dataclass
+class EvalLogits(Feature):
+    reduce_eval_logits: bool = field(
+        default=False,
+        metadata={
+            "help": "During evaluation keep each token's argmax instead of its logits. compute_metrics must need "
+            "nothing else."
+        },
+    )

@@ -61,6 +61,6 @@ class SparseAttention(Feature):
     @staticmethod
     def put_on(on, model, label_smoothing):
         if on.sparse_block_size is not None:
-            from hf_memopt.levers.sparse_attention import attend_to_blocks
+            from hf_memopt.levers.attention_pattern import attend_to_blocks
 
             attend_to_blocks(model, on.sparse_block_size, on.num_local_blocks, on.num_global_blocks)

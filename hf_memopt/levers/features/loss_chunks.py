@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hf_memopt.levers.change import CHUNK, Change, chunk_tokens, micro_batch_tokens
-from hf_memopt.levers.feature import Feature, liger_replaces
-from hf_memopt.levers.knob import Knob
+from hf_memopt.levers.feature import Feature, Knob, liger_replaces
 
 
 def _chunk_loss(job) -> dict[str, int] | None:

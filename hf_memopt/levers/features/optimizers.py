@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hf_memopt.levers.change import Change
-from hf_memopt.levers.feature import Feature
-from hf_memopt.levers.knob import Knob
+from hf_memopt.levers.feature import Feature, Knob
 
 OPTIMIZER_OFFLOAD = Change(
     # The fused AdamW has a fast step on the host; OptimizerOffload.refused() lists what has none.
@@ -127,6 +126,33 @@ class OptimizerInBackward(Feature):
     @staticmethod
     def put_on_optimizer(on, optimizer, host):
         if on.optimizer_in_backward:
-            from hf_memopt.levers.optimizer_in_backward import step_in_backward
-
             step_in_backward(optimizer)
+
+
+def step_in_backward(optimizer) -> None:
+    """Make a torch optimizer update each weight as soon as its gradient is complete, and free each gradient at once.
+
+    The regular step() then finds no gradients and does nothing; schedulers and checkpoints are not affected. Requires
+    one micro-batch per step, and no clipping by the global norm, since the gradients never exist all at once.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for weight in group["params"]:
+            weight.register_post_accumulate_grad_hook(_stepping(optimizer, number))
+
+
+def _stepping(optimizer, number: int):
+    numbered = hasattr(optimizer, "mng")  # bitsandbytes looks settings up by a weight's index in the param_groups
+
+    def step(weight) -> None:
+        if numbered:
+            optimizer.step()
+        else:
+            groups = optimizer.param_groups
+            optimizer.param_groups = [{**groups[number], "params": [weight]}]
+            try:
+                optimizer.step()
+            finally:
+                optimizer.param_groups = groups
+        weight.grad = None
+
+    return step
