@@ -95,21 +95,11 @@ def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = Fal
     say(f"tracing {spec.preset.method} training {how} activation checkpointing")
     sketch = trace_sketch(spec, choices)
     if (space := trl_space(spec)) is not None and space.colocates:
-        choices = _with_shares(spec, choices, sketch)
+        weights = engine_weights(sketch.job, sketch.plain[0].peaks)
+        choices = [shared for choice in choices for shared in space.with_shares(choice, sketch.job, weights)]
+        if not choices:  # no share of the card that vLLM may take holds its weights
+            raise InputError(
+                f"use_vllm=true: vLLM's copy of the weights takes {gib(weights)}, too much beside training on "
+                f"{spec.preset.hardware.label}: use vllm_mode=server, or vllm_tensor_parallel_size"
+            )
     return Search(choices, sketch, lambda choice: choice_job(spec, choice), say, spec.host_memory, quick=spec.quick)
-
-
-def _with_shares(spec: JobSpec, choices: list[Choice], sketch: Sketch) -> list[Choice]:
-    """The choices with all shares of the card that vLLM may take.
-
-    Raises:
-        InputError: no share holds the weights.
-    """
-    weights, space = engine_weights(sketch.job, sketch.plain[0].peaks), trl_space(spec)
-    shared = [with_share for choice in choices for with_share in space.with_shares(choice, sketch.job, weights)]
-    if not shared:
-        raise InputError(
-            f"use_vllm=true: vLLM's copy of the weights takes {gib(weights)}, too much beside training on "
-            f"{spec.preset.hardware.label}: use vllm_mode=server, or vllm_tensor_parallel_size"
-        )
-    return shared

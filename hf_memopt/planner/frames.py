@@ -103,7 +103,9 @@ def _search(job: Job, budget: int, note: Callable[[str], None]) -> FirstFit:
     search = FirstFit(
         candidates=range(min(_MOST, highest) // merged * merged, 0, -merged),
         tokens=tokens,
-        build=lambda frames: _with_frames(job, frames),
+        build=lambda frames: dataclasses.replace(
+            job, video=dataclasses.replace(job.video, frames=frames), seq_len=_tokens(job, frames)
+        ),
         used=lambda estimate: (estimate.device_bytes,),
         limits=(budget,),
         say=lambda frames: note(f"estimate {len(search.estimates) + 1} of at most {TRIES}, {frames} frames"),
@@ -140,11 +142,6 @@ def _moved(base: Estimate, low: Estimate, high: Estimate, share: float) -> Estim
     return dataclasses.replace(
         base, **{name: moved(*(getattr(each, name) for each in (base, low, high))) for name in names}
     )
-
-
-def _with_frames(job: Job, frames: int) -> Job:
-    video = dataclasses.replace(job.video, frames=frames)
-    return dataclasses.replace(job, video=video, seq_len=_tokens(job, frames))
 
 
 def _tokens(job: Job, frames: int) -> int:

@@ -117,19 +117,16 @@ def plan_job(spec: JobSpec, say: Callable[[str], None] = lambda text: None) -> P
     plan = _answer(spec, methods, say, last=spec.quick or opened == spec)
     if not plan.profiles and not spec.quick and opened != spec:
         say("nothing fits with the settings that are given: leaving them open")
-        plan = replace(plan, proposals=_opened(spec, plan_job(opened, say)))
+        plan = plan_job(opened, say)
+        proposals = [
+            replace(proposal, changes=[*_given_up(spec, proposal), *proposal.changes]) if proposal.choice else proposal
+            for proposal in plan.fitting
+        ]
+        plan = replace(plan, proposals=proposals)
     shared = shared_samples(plan.spec, plan.usual.choice if plan.profiles else None)
     if shared and shared.fits and not plan.profiles:
         plan = replace(plan, proposals=[Proposal((), shared.device_bytes, note=shared.text), *plan.proposals])
     return replace(plan, shared=shared)
-
-
-def _opened(spec: JobSpec, plan: Plan) -> list[Proposal]:
-    """The proposals of a plan that left open what the user of a spec had set."""
-    return [
-        replace(proposal, changes=[*_given_up(spec, proposal), *proposal.changes]) if proposal.choice else proposal
-        for proposal in plan.fitting
-    ]
 
 
 def _given_up(spec: JobSpec, proposal: Proposal) -> list[str]:

@@ -334,11 +334,14 @@ def sketched_estimate(sketch: Sketch, choice: Choice, job: Job, device_bytes: in
     phases: dict[str, int] = {}
     for name, peak in peaks.items():
         phases[phase_of(name)] = max(peak, phases.get(phase_of(name), 0))
+    staged = 0 if job.quantization_config is not None else sketch.loaded
+    held = max(sketch.host_bytes(choice), staged) if job.device.discrete_memory else device_bytes
+    host_bytes = int(held + constant("host_process_bytes", job.device).value)
     estimate = Estimate(
         peak_allocated_bytes=peaks[segment],
         peak_reserved_bytes=device_bytes - overheads.context(job.device),
         device_bytes=device_bytes,
-        host_bytes=_host_bytes(sketch, choice, job, device_bytes),
+        host_bytes=host_bytes,
         phase=phase_of(segment),
         estimated=job.in_words(main_attention(job) or "sdpa"),
         breakdown={kind: int(kinds[segment].get(kind, 0)) for kind in KINDS},
@@ -347,19 +350,7 @@ def sketched_estimate(sketch: Sketch, choice: Choice, job: Job, device_bytes: in
         training_arguments=written(job.fields),
         notes=(),
     )
-    return _with_speed(estimate, job, seconds)
-
-
-def _with_speed(estimate: Estimate, job: Job, seconds: float) -> Estimate:
     if reason := unknown_speed(job):
         return with_speed(estimate, None, f"speed: {reason}")
     speed = Throughput.of(job, seconds, mfu=None)
     return with_speed(estimate, speed, speed_note(job.device, speed.speed_kind))
-
-
-def _host_bytes(sketch: Sketch, choice: Choice, job: Job, device_bytes: int) -> int:
-    """Bytes of one process on the host: what is offloaded, or unquantized weights on their way to the device; of
-    unified memory all."""
-    staged = 0 if job.quantization_config is not None else sketch.loaded
-    held = max(sketch.host_bytes(choice), staged) if job.device.discrete_memory else device_bytes
-    return int(held + constant("host_process_bytes", job.device).value)

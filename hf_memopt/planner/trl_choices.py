@@ -183,20 +183,18 @@ class TrlSpace:
         seen = set()
         for waves in _WAVES:
             cache = ceil(completions / waves) * job.seq_len * cache_bytes(job.config)
-            share = _rounded_up(_OWN_MEMORY * (weights + cache) / job.device.memory)
+            share = _OWN_MEMORY * (weights + cache) / job.device.memory
+            share = round(ceil(share / _STEP - _ROUNDED_DOWN) * _STEP, 2)
             if fixed := self.fixed.get("vllm_gpu_memory_utilization"):
                 own = fixed * job.device.memory / _OWN_MEMORY - weights
                 waves, share = max(1, ceil((cache * waves) / own)) if own > 0 else 1, fixed
             if share in seen or share > max(_LARGEST, fixed or 0):
                 continue
             seen.add(share)
-            for sleeps in self._sleeps():
+            name = "vllm_enable_sleep_mode"
+            for sleeps in [bool(self.fixed[name])] if name in self.fixed else [False, True]:
                 part = dataclasses.replace(choice.trl, share=share, waves=waves, sleeps=sleeps)
                 yield dataclasses.replace(choice, trl=part)
-
-    def _sleeps(self) -> list[bool]:
-        name = "vllm_enable_sleep_mode"
-        return [bool(self.fixed[name])] if name in self.fixed else [False, True]
 
     @property
     def colocates(self) -> bool:
@@ -282,7 +280,3 @@ def fewest_samples(spec: JobSpec) -> int:
     """The fewest samples of a micro-batch."""
     space = trl_space(spec)
     return 1 if space is None else space.fewest_samples
-
-
-def _rounded_up(share: float) -> float:
-    return round(ceil(share / _STEP - _ROUNDED_DOWN) * _STEP, 2)
