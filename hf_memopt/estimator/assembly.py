@@ -48,6 +48,11 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     usual, other = (reserved["expandable" if kind else "segments"] for kind in (expands, not expands))
     resident = usual + overheads.context(job.device)
     paged = overheads.paged_on_device(resident, peaks, job.device)
+    by_phase = {
+        phase: max((peak.total for segment, peak in peaks.items() if phase_of(segment) == phase), default=0)
+        for phase in _PHASES
+    }
+    by_phase = {phase: size for phase, size in by_phase.items() if size or phase not in (WEIGHT_SYNC, *ROLLOUT_PHASES)}
     estimate = Estimate(
         peak_allocated_bytes=peak.total,
         peak_reserved_bytes=usual,
@@ -57,7 +62,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
         phase=phase_of(segment),
         estimated=job.in_words(traces[-1].attention),
         breakdown={kind: peak.by_kind.get(kind, 0) for kind in KINDS},
-        phases=_peaks_by_phase(peaks),
+        phases=by_phase,
         capacity_bytes=capacity(job),
         training_arguments=written(job.fields),
         notes=(*overheads.notes(job, traces[-1], peaks, other - usual), *notes_on_engine(job, peaks)),
@@ -120,12 +125,3 @@ def phase_of(segment: str) -> str:
     """The phase that a segment's name begins with."""
     phase = segment.split(":")[0]
     return "load" if phase == "start" else phase
-
-
-def _peaks_by_phase(peaks: dict[str, Peak]) -> dict[str, int]:
-    """The peak of every phase; 0 where the job has none, and no entry for those of trainers that generate."""
-    by_phase = {
-        phase: max((peak.total for segment, peak in peaks.items() if phase_of(segment) == phase), default=0)
-        for phase in _PHASES
-    }
-    return {phase: size for phase, size in by_phase.items() if size or phase not in (WEIGHT_SYNC, *ROLLOUT_PHASES)}

@@ -162,7 +162,23 @@ def _always(value):
 
 
 def _cuda_answers(device: Hardware, count: int) -> dict[str, Any]:
-    properties = _cuda_properties(device)
+    # What torch.cuda.get_device_properties() answers, as far as the catalog knows it.
+    if device.backend == "rocm":
+        # gfx942 is 9.4, gfx1100 is 11.0: the last two digits are minor version and stepping.
+        major, minor = re.match(r"gfx(\d+)(\d)\w$", device.architecture).groups()
+    else:
+        major, minor = device.architecture.split(".")
+    properties = SimpleNamespace(
+        name=_reported_name(device),
+        major=int(major),
+        minor=int(minor),
+        total_memory=device.memory,
+        gcnArchName=device.architecture if device.backend == "rocm" else "",
+        is_integrated=device.unified_memory,
+        is_multi_gpu_board=False,
+        warp_size=64 if device.architecture.startswith("gfx9") else 32,
+        multi_processor_count=None,  # the catalog does not know it
+    )
     return {
         **dict.fromkeys(_CUDA_ACTIONS, _always(None)),
         **dict.fromkeys(_CUDA_SIZES, _always(0)),
@@ -184,26 +200,6 @@ def _cuda_answers(device: Hardware, count: int) -> dict[str, Any]:
         "get_rng_state": _always(torch.zeros(16, dtype=torch.uint8)),
         "get_rng_state_all": _always([]),
     }
-
-
-def _cuda_properties(device: Hardware) -> SimpleNamespace:
-    """The answer of torch.cuda.get_device_properties(), as far as the catalog knows it."""
-    if device.backend == "rocm":
-        # gfx942 is 9.4, gfx1100 is 11.0: the last two digits are minor version and stepping.
-        major, minor = re.match(r"gfx(\d+)(\d)\w$", device.architecture).groups()
-    else:
-        major, minor = device.architecture.split(".")
-    return SimpleNamespace(
-        name=_reported_name(device),
-        major=int(major),
-        minor=int(minor),
-        total_memory=device.memory,
-        gcnArchName=device.architecture if device.backend == "rocm" else "",
-        is_integrated=device.unified_memory,
-        is_multi_gpu_board=False,
-        warp_size=64 if device.architecture.startswith("gfx9") else 32,
-        multi_processor_count=None,  # the catalog does not know it
-    )
 
 
 def _reported_name(device: Hardware) -> str:

@@ -68,7 +68,13 @@ def _fake_classes(mode: FakeMode) -> Iterator[None]:
     def from_pretrained(
         cls, pretrained_model_name_or_path, *args, device_map=None, quantization_config=None, **kwargs
     ):
-        _check_device_map(device_map)
+        # Refuse a model that is spread: one device's memory is predicted, with the whole model on it.
+        places = set(map(str, device_map.values())) if isinstance(device_map, dict) else set()
+        if len(places) > 1 or places & {"disk"}:
+            raise InputError(
+                f"device_map={device_map!r}: a model that is spread over devices, the host or a disk is not modelled; "
+                "leave device_map out, and estimate several devices with a strategy"
+            )
         with mode, outside_zero3():
             with ConstructorValues():
                 loaded = real(cls, pretrained_model_name_or_path, *args, **kwargs)
@@ -152,16 +158,6 @@ def _fake_checkpoints() -> Iterator[None]:
         ),
     ):
         yield
-
-
-def _check_device_map(device_map) -> None:
-    """Refuse a model that is spread: one device's memory is predicted, with the whole model on it."""
-    places = set(map(str, device_map.values())) if isinstance(device_map, dict) else set()
-    if len(places) > 1 or places & {"disk"}:
-        raise InputError(
-            f"device_map={device_map!r}: a model that is spread over devices, the host or a disk is not modelled; "
-            "leave device_map out, and estimate several devices with a strategy"
-        )
 
 
 def _fake_weight(mode: FakeMode, weight):

@@ -111,28 +111,24 @@ def check_shared(job) -> None:
     if (job.task != "causal-lm" and not own) or job.video is not None or job.padded or job.packed:
         raise InputError(f"{what} is predicted for whole rows of text alone, without padding: leave it out")
     if job.shares_heads:
-        _check_shared_heads(job, what)
+        # Refuse what DeepSpeed's Ulysses cannot divide.
+        if not divides_heads(job.config, job.shared):
+            heads, keys = attention_heads(job.config)
+            raise InputError(f"{what} does not divide the model's {heads} attention heads and {keys} of keys")
+        masked = layers_with_masks(job.config)
+        if any("linear" in kind for kind in masked):
+            raise InputError(f"{what}: linear attention passes a state along the sample, which cannot be divided")
+        window = getattr(job.config.get_text_config(), "sliding_window", None) or 0
+        if masked and window < job.seq_len and not flash_attention(next(iter(job.attention), None)):
+            raise InputError(
+                f"{what}: Ulysses (deepspeed 0.19) drops the masks of {', '.join(sorted(masked))}: "
+                "set attn_implementation=flash_attention_2, which needs none"
+            )
     else:
         _check_ring(job, what)
     levers = job.memory_args.levers() if job.memory_args is not None else {}
     if apart := {*WHOLE_SAMPLES, "sliding_window"} & levers.keys():
         raise InputError(f"{min(apart)} needs whole samples, which {what} divides: leave it out")
-
-
-def _check_shared_heads(job, what: str) -> None:
-    """Refuse what DeepSpeed's Ulysses cannot divide."""
-    if not divides_heads(job.config, job.shared):
-        heads, keys = attention_heads(job.config)
-        raise InputError(f"{what} does not divide the model's {heads} attention heads and {keys} of keys")
-    masked = layers_with_masks(job.config)
-    if any("linear" in kind for kind in masked):
-        raise InputError(f"{what}: linear attention passes a state along the sample, which cannot be divided")
-    window = getattr(job.config.get_text_config(), "sliding_window", None) or 0
-    if masked and window < job.seq_len and not flash_attention(next(iter(job.attention), None)):
-        raise InputError(
-            f"{what}: Ulysses (deepspeed 0.19) drops the masks of {', '.join(sorted(masked))}: "
-            "set attn_implementation=flash_attention_2, which needs none"
-        )
 
 
 def _check_ring(job, what: str) -> None:

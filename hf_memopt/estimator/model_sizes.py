@@ -44,7 +44,13 @@ def check_sizes(content: Mapping[str, Any], where: str) -> None:
         raise InputError(
             f"{where}: num_key_value_heads={shared} does not divide num_attention_heads={heads}: choose one that does"
         )
-    _check_experts(content, where)
+    number = {name: value for name, value in content.items() if _EXPERTS.fullmatch(str(name)) and value}
+    used = {name: value for name, value in content.items() if _USED_EXPERTS.fullmatch(str(name)) and value}
+    for name, value in {**number, **used}.items():
+        _check_number(name, value, _MAX_SIZE, where)
+    for name, value in used.items() if number else ():
+        if isinstance(value, int) and value > (experts := max(_numbers(number.values()))):
+            raise InputError(f"{where}: {name}={value} is more than the {experts} experts of a layer: set it to less")
 
 
 def _check_number(name: str, value: Any, greatest: int, where: str) -> None:
@@ -55,16 +61,6 @@ def _check_number(name: str, value: Any, greatest: int, where: str) -> None:
     smallest = 0 if name in _MAY_BE_ZERO else 1
     if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value <= greatest:
         raise InputError(f"{where}: {name}={brief(value)} must be a whole number from {smallest} to {greatest}")
-
-
-def _check_experts(content: Mapping[str, Any], where: str) -> None:
-    number = {name: value for name, value in content.items() if _EXPERTS.fullmatch(str(name)) and value}
-    used = {name: value for name, value in content.items() if _USED_EXPERTS.fullmatch(str(name)) and value}
-    for name, value in {**number, **used}.items():
-        _check_number(name, value, _MAX_SIZE, where)
-    for name, value in used.items() if number else ():
-        if isinstance(value, int) and value > (experts := max(_numbers(number.values()))):
-            raise InputError(f"{where}: {name}={value} is more than the {experts} experts of a layer: set it to less")
 
 
 def _numbers(values: Iterable[Any]) -> Iterator[int]:

@@ -173,23 +173,14 @@ def changed_job(job: Job, settings: Mapping[str, Any]) -> Job:
             check_held(job.trainer, engine)
         changed |= {"fields": fields, "engine": engine, "rank": engine.peak_rank(job.world_size)}
     if "method" in settings:
-        changed |= _of_method(job, changed["fields"], settings["method"])
+        preset = preset_by_name(job.device.name, settings["method"])
+        optim = preset.training.get("optim", changed["fields"].get("optim"))
+        changed["fields"] = {**changed["fields"], "optim": optim}
+        changed |= {"peft_config": job.peft_config or preset.peft_config(), "dtype": preset.dtype}
+        if settings["method"] == "qlora":
+            from transformers import BitsAndBytesConfig
+
+            changed["quantization_config"] = BitsAndBytesConfig(**preset.quantization())
     job = dataclasses.replace(job, **changed)
     check_shared(job)
     return job
-
-
-def _of_method(job: Job, fields: Mapping[str, Any], method: str) -> dict[str, Any]:
-    """The fields of a job with adapters, and with its weights in 4 bits.
-
-    Raises:
-        InputError: a device that the catalog lacks.
-    """
-    from transformers import BitsAndBytesConfig
-
-    preset = preset_by_name(job.device.name, method)
-    optim = preset.training.get("optim", fields.get("optim"))
-    changed = {"fields": {**fields, "optim": optim}, "peft_config": job.peft_config or preset.peft_config()}
-    if method == "qlora":
-        changed["quantization_config"] = BitsAndBytesConfig(**preset.quantization())
-    return changed | {"dtype": preset.dtype}

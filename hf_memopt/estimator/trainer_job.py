@@ -151,7 +151,12 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         InputError: the trainer has no model or no data, or is of a kind that is not modelled.
     """
     model = trainer.model
-    _check_trainer(trainer)
+    if trainer.model is None:
+        raise InputError("trainer.model is None: an estimate needs the model")
+    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        raise InputError("trainer.model is sharded already: estimate its configuration, with strategy=hsdpN or tpN")
+    if generates(trainer):
+        check_rollouts(trainer)
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     for name in attention_names(read_config(model)):
         check_attention(name, device)
@@ -196,15 +201,6 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
     )
     check_shared(job)
     return job
-
-
-def _check_trainer(trainer) -> None:
-    if trainer.model is None:
-        raise InputError("trainer.model is None: an estimate needs the model")
-    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
-        raise InputError("trainer.model is sharded already: estimate its configuration, with strategy=hsdpN or tpN")
-    if generates(trainer):
-        check_rollouts(trainer)
 
 
 def check_held(trainer, engine: Engine) -> None:

@@ -38,23 +38,19 @@ class TrlJob(TrainerJob):
         def make_with_levers():
             model = traced.make_model()
             if not self.loaded_whole:
-                _partition(model)
+                # Partition a model for ZeRO-3, as from_pretrained does while it loads one that is not quantized: the
+                # trainer around it was made with the whole one.
+                from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
+
+                if is_deepspeed_zero3_enabled():
+                    import deepspeed
+
+                    deepspeed.zero.Init(module=model, config_dict_or_path=deepspeed_config())
             if self.memory_args is not None:
                 apply_levers(model, self.memory_args)
             return model
 
         return dataclasses.replace(traced, make_model=make_with_levers)
-
-
-def _partition(model) -> None:
-    """Partition a model for ZeRO-3, as from_pretrained does while it loads one that is not quantized: the trainer
-    around it was made with the whole one."""
-    from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
-
-    if is_deepspeed_zero3_enabled():
-        import deepspeed
-
-        deepspeed.zero.Init(module=model, config_dict_or_path=deepspeed_config())
 
 
 def describe_task(
@@ -76,8 +72,12 @@ def describe_task(
         InputError: an unknown model, or a job that cannot run or is not modelled.
     """
     fields = args if isinstance(args, dict) else getattr(args, "__dict__", {})
-    if not tool:
-        _check_fsdp_config(fields.get("fsdp_config"))
+    # A key that accelerate launch alone takes: transformers 5.24 does not pass it on.
+    if not tool and is_true(fsdp_settings(None, fields.get("fsdp_config")).get(CHECKPOINTING_OFFLOAD)):
+        raise InputError(
+            f"fsdp_config.{CHECKPOINTING_OFFLOAD}=true is accelerate's alone (fsdp_{CHECKPOINTING_OFFLOAD} of its "
+            "YAML): set activation_checkpointing_kwargs.offload=true and activation_checkpointing=true"
+        )
     if (row := TRL_TASKS.get(task)) is None:
         return describe(model, args, seq_len, hardware, task=task, **settings)
     _check(task, seq_len, settings)
@@ -116,15 +116,6 @@ def describe_task(
             f"packing=true needs whole samples, which sequence_parallel={job.shared} divides: leave it out"
         )
     return _around_trainer(row, job, tool)
-
-
-def _check_fsdp_config(config: Any) -> None:
-    """Refuse a key that accelerate launch alone takes: transformers 5.24 does not pass it on."""
-    if is_true(fsdp_settings(None, config).get(CHECKPOINTING_OFFLOAD)):
-        raise InputError(
-            f"fsdp_config.{CHECKPOINTING_OFFLOAD}=true is accelerate's alone (fsdp_{CHECKPOINTING_OFFLOAD} of its "
-            "YAML): set activation_checkpointing_kwargs.offload=true and activation_checkpointing=true"
-        )
 
 
 def _check(task: str, seq_len: int, settings: dict[str, Any]) -> None:

@@ -48,7 +48,10 @@ _STAGE_3 = Part.DEEPSPEED.relies_on(
 def follow_engine(engine, ledger: Ledger) -> None:
     """Tell the ledger what DeepSpeed's engine holds and where, now and around every optimizer step."""
     on_host = _offloaded(engine)
-    _forget_swap_buffers(engine, ledger)
+    # Buffers between optimizer states and a disk: overheads.optimizer_buffers counts them at the model's own depth.
+    swapper = getattr(engine.optimizer, "optimizer_swapper", None)
+    for buffer in tensors_in(swapper.swap_buffer_manager.all_buffers if swapper else None):
+        ledger.forget(buffer)
     _classify(engine, on_host, ledger)
     if on_host:  # until now what is in host memory counted on the device
         ledger.restart()
@@ -63,13 +66,6 @@ def follow_engine(engine, ledger: Ledger) -> None:
         return out
 
     engine.step = step_and_classify
-
-
-def _forget_swap_buffers(engine, ledger: Ledger) -> None:
-    """Buffers between optimizer states and a disk: overheads counts them at the model's own depth."""
-    swapper = getattr(engine.optimizer, "optimizer_swapper", None)
-    for buffer in tensors_in(swapper.swap_buffer_manager.all_buffers if swapper else None):
-        ledger.forget(buffer)
 
 
 def _classify(engine, on_host: set[str], ledger: Ledger) -> None:

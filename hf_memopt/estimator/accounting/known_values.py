@@ -101,8 +101,12 @@ def run(func, args, kwargs, call):
     Args:
         call: runs the operator on fake tensors.
     """
-    if _compares_with_zero(func, args):
-        return _unequal(call(*args, **kwargs))
+    # SmolVLM takes frames of zeros for padding; the largest batch has none.
+    if func is _aten.eq.Scalar and args[1] == 0 and known_value(args[0]) is None and _is_fraction(args[0]):
+        out = call(*args, **kwargs)
+        with unset_fake_temporarily():
+            value = torch.zeros((), dtype=torch.bool).expand(out.shape)
+        return set_value(out, value)
     args = _without_known_masks(func, args)
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if func in _CREATED_WITHOUT_VALUES or not all(map(_has_value, tensors)):
@@ -196,17 +200,6 @@ def _without_unknown_masks(func, args):
         all_of = [torch.empty(index.numel(), dtype=torch.int64) for _ in index.shape] if _is_mask(index) else [index]
         indices += all_of
     return (args[0], indices, *args[2:])
-
-
-def _compares_with_zero(func, args) -> bool:
-    """SmolVLM takes frames of zeros for padding; the largest batch has none."""
-    return func is _aten.eq.Scalar and args[1] == 0 and known_value(args[0]) is None and _is_fraction(args[0])
-
-
-def _unequal(out):
-    with unset_fake_temporarily():
-        value = torch.zeros((), dtype=torch.bool).expand(out.shape)
-    return set_value(out, value)
 
 
 def _all_selected(tensor, mask):

@@ -58,7 +58,9 @@ def accelerator_operators(backend: str) -> Iterator[None]:
 
 def _register(library: torch.library.Library, backend: str) -> None:
     for name in (*_FP32, *_FP32_BY_DEFAULT, *(() if backend == "mps" else _FP32_WITHOUT_METAL)):
-        library.impl(name, _in_fp32(_operator(name), name in _FP32_BY_DEFAULT), "AutocastCPU")
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(_aten, packet), overload or "default")
+        library.impl(name, _in_fp32(operator, name in _FP32_BY_DEFAULT), "AutocastCPU")
     library.impl("scaled_dot_product_attention", _attention_without_dropout, "AutogradCPU")
     if backend != "mps":
         library.impl("dropout", _fused_dropout, "AutogradCPU")
@@ -103,11 +105,6 @@ def foreach_optimizers() -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _operator(name: str) -> torch._ops.OpOverload:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(_aten, packet), overload or "default")
 
 
 def _in_fp32(operator, by_default: bool) -> Callable:

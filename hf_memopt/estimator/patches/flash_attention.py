@@ -17,7 +17,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.flash_kernels import BACKWARD, Attention, check_call, round_up
 from hf_memopt.estimator.patches.flex_attention import own_attention
 from hf_memopt.estimator.private_names import Part
-from hf_memopt.hardware.attention_kernels import FLASH, FlashAttention, flash_attention
+from hf_memopt.hardware.attention_kernels import FLASH, flash_attention
 
 _aten = torch.ops.aten
 _UTILS = "transformers.modeling_flash_attention_utils"
@@ -148,7 +148,13 @@ def counted_flash_attention(
 
     def imported(implementation=None, *args, **kwargs):
         flash = flash_attention(implementation) or "flash_attention_2"
-        _check_capability(implementation, FLASH[flash], capability)
+        # A model names this kernel itself (gpt-oss does), and transformers takes it in place of the requested one.
+        allowed = FLASH[flash]
+        if capability and not allowed.minimum <= capability <= allowed.maximum:
+            raise InputError(
+                f"attn_implementation: the model takes {implementation!r} for flash attention, which needs compute "
+                f"capability {allowed.minimum} to {allowed.maximum}, not {capability}; use attn_implementation='eager'"
+            )
         register(implementation)
         return (*functions[flash], None, *padding), (_kernel_arguments, dict)
 
@@ -178,15 +184,6 @@ def counted_flash_attention(
             _IMPORTED.replaced([models], FLASH_ATTENTION_COMPATIBILITY_MATRIX=always),
         ):
             yield
-
-
-def _check_capability(name: str | None, flash: FlashAttention, capability: float) -> None:
-    """Refuse a kernel that transformers takes in place of the requested one, since a model names it (gpt-oss does)."""
-    if capability and not flash.minimum <= capability <= flash.maximum:
-        raise InputError(
-            f"attn_implementation: the model takes {name!r} for flash attention, which needs compute capability "
-            f"{flash.minimum} to {flash.maximum}, not {capability}; use attn_implementation='eager'"
-        )
 
 
 def _modeling(name: str) -> str:

@@ -156,7 +156,9 @@ def _apply(inner, kernels: _Kernels, chosen: dict, capability: float, stack: Exi
     if chosen.get("rms_norm", True):
         _replace_norms(inner, kernels)
     if kernels.gate and chosen.get(kernels.gate, True):
-        _replace_gates(inner.get_decoder(), kernels.joined)
+        for path, module in inner.get_decoder().named_modules():
+            if path.rpartition(".")[2] == "mlp" and hasattr(module, "gate_up_proj" if kernels.joined else "gate_proj"):
+                module.forward = functools.partial(_gate_joined if kernels.joined else _gate, module)
     if kernels.rope and chosen.get("rope", True):
         names = (kind.__module__ for kind in type(inner).__mro__)  # its class may be derived from transformers'
         own = next(sys.modules[name] for name in names if name.startswith("transformers.models."))
@@ -177,12 +179,6 @@ def _replace_norms(inner, kernels: _Kernels) -> None:
 
 def _normalize(module, own: bool, hidden: torch.Tensor) -> torch.Tensor:
     return _RMSNorm.apply(hidden.contiguous(), module.weight, own)
-
-
-def _replace_gates(decoder, joined: bool) -> None:
-    for path, module in decoder.named_modules():
-        if path.rpartition(".")[2] == "mlp" and hasattr(module, "gate_up_proj" if joined else "gate_proj"):
-            module.forward = functools.partial(_gate_joined if joined else _gate, module)
 
 
 def _gate(mlp, x: torch.Tensor) -> torch.Tensor:

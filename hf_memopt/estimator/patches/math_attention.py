@@ -70,7 +70,11 @@ def _attend(query, key, value, mask, dropout, is_causal, scale, groups):
     scores = query @ (key.transpose(-2, -1) * factor)
     if mask is not None:
         scores += mask
-    weights = _softmax(scores)
+    # _safe_softmax of ATen/native/SoftMax.cpp: beside its result a softmax, and a mask of what is masked.
+    with torch.no_grad():
+        beside = scores.new_empty(scores.shape), scores.new_empty(scores.shape, dtype=torch.bool)
+    weights = torch._safe_softmax(scores, -1)
+    del beside
     del scores
     dropped = functional.dropout(weights, dropout) if dropout else weights
     output = dropped @ value
@@ -79,12 +83,3 @@ def _attend(query, key, value, mask, dropout, is_causal, scale, groups):
     with torch.no_grad():
         weights.to(dtype)  # which the kernel returns, too, and nobody takes
     return output.to(dtype)
-
-
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """_safe_softmax of ATen/native/SoftMax.cpp: beside its result a softmax, and a mask of what is masked."""
-    with torch.no_grad():
-        beside = scores.new_empty(scores.shape), scores.new_empty(scores.shape, dtype=torch.bool)
-    weights = torch._safe_softmax(scores, -1)
-    del beside
-    return weights

@@ -119,7 +119,9 @@ def _from_config(settings: ModelSettings, distribute: Callable | None):
 
     auto = getattr(transformers, TASKS[settings.task].auto_class)
     whole = outside_zero3() if settings.loaded_whole else nullcontext()
-    with _untied() if distribute else nullcontext(), whole, _refused_configuration(settings.config):
+    # Its constructor computes with the configuration's sizes and looks attention up by name, so it may raise anything.
+    refused = as_input_error(f"model type {settings.config.model_type!r} cannot be built", Exception)
+    with _untied() if distribute else nullcontext(), whole, refused:
         model = auto.from_config(
             with_token_ids(settings.config),
             dtype=traceable_dtype(getattr(torch, resolve_dtype(settings.config, settings.dtype))),
@@ -152,14 +154,6 @@ def _untied():
     from transformers.initialization import no_tie_weights  # newer than the oldest version that is traced
 
     return no_tie_weights()
-
-
-@contextmanager
-def _refused_configuration(config) -> Iterator[None]:
-    """A model's constructor computes with the sizes in its configuration and looks attention up by name, so it may
-    raise anything; the configuration is to blame."""
-    with as_input_error(f"model type {config.model_type!r} cannot be built", Exception):
-        yield
 
 
 _ZERO3 = Part.EVERY_JOB.replaces(

@@ -65,7 +65,10 @@ def _collection_on_demand():
     Imported modules are frozen, so that those collections need not look at them. gc.unfreeze() unfreezes everything:
     what the process froze itself stays frozen.
     """
-    enabled, freeze = gc.isenabled(), not _froze_itself()
+    global _frozen
+    # Asked only until this process has frozen objects, for Python counts them one by one (0.1 s).
+    _frozen = _frozen or gc.get_freeze_count() > 0
+    enabled, freeze = gc.isenabled(), not _frozen
     gc.disable()
     if freeze:
         gc.freeze()
@@ -79,13 +82,6 @@ def _collection_on_demand():
 
 
 _frozen = False
-
-
-def _froze_itself() -> bool:
-    """True if this process has frozen objects: asked only until it has, for Python counts them one by one (0.1 s)."""
-    global _frozen
-    _frozen = _frozen or gc.get_freeze_count() > 0
-    return _frozen
 
 
 @contextlib.contextmanager

@@ -80,7 +80,14 @@ def follow_rollouts(trainer, ledger: Ledger, accumulation: int) -> None:
     in_phase = functools.partial(_in_phase, trainer, ledger)
     trainer.reward_funcs = [_reward(function) for function in trainer.reward_funcs]
     trainer.log_completions = False
-    trainer.add_callback(_make_renewal(trainer))
+
+    from transformers import TrainerCallback
+
+    class Renewal(TrainerCallback):  # every traced step generates: in the first there are no optimizer states yet
+        def on_step_begin(self, *args, **kwargs):
+            trainer._buffered_inputs = None
+
+    trainer.add_callback(Renewal())
     trainer._calculate_rewards = in_phase(REWARDS, trainer._calculate_rewards)
     trainer._get_per_token_logps_and_entropies = _announced(trainer, ledger)
     trainer._generate_and_score_completions = _with_accumulation(trainer, accumulation)
@@ -96,17 +103,6 @@ def _high_entropy_mask(trainer, entropies, mask, threshold: float):
     """GRPOTrainer's, without the choice of the tokens that count by values: of a trace all do."""
     ordered = trainer.accelerator.gather(entropies.float().flatten()).sort().values
     return (entropies * mask.float() >= ordered[int(threshold * (len(ordered) - 1))]) & mask.bool()
-
-
-def _make_renewal(trainer):
-    """A TrainerCallback that has every traced step generate: in the first there are no optimizer states yet."""
-    from transformers import TrainerCallback
-
-    class Renewal(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            trainer._buffered_inputs = None
-
-    return Renewal()
 
 
 def _in_phase(trainer, ledger: Ledger, phase: str, function):

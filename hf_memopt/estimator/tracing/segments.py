@@ -133,7 +133,13 @@ def make_phase_callback(ledger: Ledger, trainer):
                 follow_engine(engine, ledger)
                 return
             inner = getattr(optimizer, "optimizer", optimizer)
-            _skip_first_steps(inner)
+            # Let every step be like later ones that take more than the first: GaLore projects again, beside all
+            # states, and schedule-free RAdam, which begins as SGD, has Adam's denominators.
+            for group in (group for each in _optimizers(inner) for group in each.param_groups):
+                if "update_proj_gap" in group:
+                    group["update_proj_gap"] = 1
+                if "silent_sgd_phase" in group:
+                    group["k"] = _LATER_STEP
             for tensor in _state_tensors(inner):  # AdaLomo's are there at once
                 ledger.classify(tensor, "optimizer_states")
             if args.max_steps == 1 and not trainer.steps_on_host:
@@ -188,16 +194,6 @@ def _optimizers(optimizer) -> list:
     """An optimizer, or for transformers' layer-wise ones the optimizers of the weights."""
     layerwise = getattr(optimizer, "optimizer_dict", None)
     return list(layerwise.values()) if layerwise else [optimizer]
-
-
-def _skip_first_steps(optimizer) -> None:
-    """Let every step be like later ones that take more than the first: GaLore projects again, beside all states, and
-    schedule-free RAdam, which begins as SGD, has Adam's denominators."""
-    for group in (group for each in _optimizers(optimizer) for group in each.param_groups):
-        if "update_proj_gap" in group:
-            group["update_proj_gap"] = 1
-        if "silent_sgd_phase" in group:
-            group["k"] = _LATER_STEP
 
 
 def _state_tensors(optimizer):
