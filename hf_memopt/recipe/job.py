@@ -154,7 +154,10 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
         job.preset, job.memory_args = job.planned.preset, job.planned.memory_args
         training |= job.planned.fields
     job.args = job.preset.training_arguments(world_size=world_size(), config_class=config_class, **training)
-    _keep_token_out_of_files(job.args)
+    # The Trainer pickles its arguments into every checkpoint, hub_token included (transformers 5.23, save_model), and
+    # uploads that file too. huggingface_hub reads the token from the environment as well.
+    if job.args.hub_token:
+        os.environ["HF_TOKEN"], job.args.hub_token = job.args.hub_token, None
     job.profile = _profile_changes(job, parsed, unchanged)
     if job.args.device.type == "cpu" and _needs_deepspeed_now(job):
         with quick_cpu_info(job.args):
@@ -170,7 +173,14 @@ def start(defaults: RecipeDefaults, argv: list[str] | None = None) -> Job:
 
 def _preset_and_changed(parsed: Parsed, recipe: RecipeArguments, engine: Engine) -> tuple[Preset, Preset]:
     """The preset under the job's engine, and the same with what the arguments change of it."""
-    preset = get_preset(recipe.preset, recipe.method, _mesh_strategy(recipe, engine))
+    strategy = mesh_strategy(recipe.tp_size, recipe.fsdp_size)
+    if strategy and not engine.plain:
+        where = "was launched" if engine.source == LAUNCHER else f"is asked for by {engine.source}"
+        raise InputError(
+            f"tp_size and fsdp_size have transformers shard the model, and {engine.label} {where}: use "
+            "an accelerate configuration of distributed_type MULTI_GPU"
+        )
+    preset = get_preset(recipe.preset, recipe.method, strategy)
     if not engine.plain and preset.strategy != engine.strategy:  # by --deepspeed or --fsdp: as if launched so
         preset = with_strategy(preset, engine.strategy)
     # The preset with a profile's batch in the place of its own: a default as that is, which any argument changes.
@@ -183,13 +193,6 @@ def _preset_and_changed(parsed: Parsed, recipe: RecipeArguments, engine: Engine)
     if recipe.max_length:
         changed = replace(changed, seq_len=recipe.max_length)
     return preset, changed
-
-
-def _keep_token_out_of_files(args) -> None:
-    """The Trainer pickles its arguments into every checkpoint, hub_token included (transformers 5.23, save_model), and
-    uploads that file too. huggingface_hub reads the token from the environment as well."""
-    if args.hub_token:
-        os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
 
 
 def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
@@ -228,22 +231,6 @@ def _needs_deepspeed_now(job: Job) -> bool:
     if job.args.deepspeed_plugin is None:
         return False
     return job.preset.sequence_parallel > 1 or (world_size() > 1 and chosen_by_launcher() is None)
-
-
-def _mesh_strategy(recipe: RecipeArguments, engine: Engine) -> str | None:
-    """The strategy that tp_size and fsdp_size ask for.
-
-    Raises:
-        InputError: an engine that shards was asked for too.
-    """
-    strategy = mesh_strategy(recipe.tp_size, recipe.fsdp_size)
-    if strategy and not engine.plain:
-        where = "was launched" if engine.source == LAUNCHER else f"is asked for by {engine.source}"
-        raise InputError(
-            f"tp_size and fsdp_size have transformers shard the model, and {engine.label} {where}: use "
-            "an accelerate configuration of distributed_type MULTI_GPU"
-        )
-    return strategy
 
 
 def _distributed_config(job: Job):

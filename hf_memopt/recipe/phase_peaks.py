@@ -48,7 +48,12 @@ class PhasePeaks(TrainerCallback):
 
             self._ledger = Ledger()
             self._ledger.begin("start", "other")
-            for tensor in (*model.parameters(), *model.buffers(), *_loaded_states(optimizer)):
+            states = getattr(optimizer, "optimizer", optimizer).state.values() if optimizer is not None else ()
+            for tensor in (
+                *model.parameters(),
+                *model.buffers(),
+                *(part for tensors in states for part in tensors.values() if hasattr(part, "untyped_storage")),
+            ):
                 self._ledger.add(tensor)
             self._last_step = min(state.global_step + 2, state.max_steps)
             self._ledger.__enter__()
@@ -149,12 +154,6 @@ def _model_inputs(kwargs: dict[str, Any]) -> dict[str, Any] | None:
             else value
             for name, value in tensors.items()
         }
-
-
-def _loaded_states(optimizer):
-    """The states' tensors of an optimizer that resumes from a checkpoint."""
-    states = getattr(optimizer, "optimizer", optimizer).state.values() if optimizer is not None else ()
-    return [part for state in states for part in state.values() if hasattr(part, "untyped_storage")]
 
 
 def _is_compiled(args, optimizer) -> bool:

@@ -284,7 +284,9 @@ def describe_launch(args, config, task: str, dtype: str, adapters: bool = False)
         parallel=sizes,
         host_free=psutil.virtual_memory().available,
         lockable=_lockable(),
-        compiles=_buildable() if engine.deepspeed is not None else {},
+        compiles=(
+            {"cpu_adam": compiler() is not None, "async_io": has_libaio()} if engine.deepspeed is not None else {}
+        ),
         locks=abandoned_locks() if engine.deepspeed is not None else [],
         cannot_start=cannot_start(engine),
     )
@@ -298,10 +300,6 @@ def _lockable() -> int:
 
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return 2**62 if limit == resource.RLIM_INFINITY else limit
-
-
-def _buildable() -> dict[str, bool]:
-    return {"cpu_adam": compiler() is not None, "async_io": has_libaio()}
 
 
 def check_sharded(model, stage: int) -> None:

@@ -71,7 +71,14 @@ def announce(job: Job, trainer, length: int, details: Sequence[tuple[str, str]] 
             logger.warning("%s", loading.warning)
     estimate = predict(job, trainer, length, **about)
     if estimate is not None:
-        rows += _describe_estimate(estimate)
+        capacity = f"of {size(estimate.capacity_bytes)}, allocated peak {size(estimate.peak_allocated_bytes)}"
+        verdict = ": it does not fit" if estimate.fits is False else ""
+        whole, held = estimate.device_bytes, estimate.breakdown.items()
+        parts = [f"{kind.replace('_', ' ')} {size(part, whole)}" for kind, part in held if part > 2**20]
+        rows += [
+            ("memory", f"{size(whole)} {capacity} in {estimate.phase} (predicted){verdict}"),
+            ("", ", ".join(parts)),
+        ]
     for name, value in rows:
         print(f"{name:>8}  {value}")
     if job.recipe.dry_run:
@@ -118,17 +125,6 @@ def _describe_engine(job: Job) -> str:
     return (
         processes if resolve_engine(job.args).alone and not job.preset.mesh else f"{_engine_label(job)}, {processes}"
     )
-
-
-def _describe_estimate(estimate) -> list[tuple[str, str]]:
-    capacity = f"of {size(estimate.capacity_bytes)}, allocated peak {size(estimate.peak_allocated_bytes)}"
-    verdict = ": it does not fit" if estimate.fits is False else ""
-    whole, held = estimate.device_bytes, estimate.breakdown.items()
-    parts = [f"{kind.replace('_', ' ')} {size(part, whole)}" for kind, part in held if part > 2**20]
-    return [
-        ("memory", f"{size(whole)} {capacity} in {estimate.phase} (predicted){verdict}"),
-        ("", ", ".join(parts)),
-    ]
 
 
 def _loading(job: Job, trainer, length: int, video) -> LoaderMemory | None:
@@ -294,7 +290,9 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         report["bad_videos"] = trainer.train_dataset.bad.listed()
     write_json(Path(job.args.output_dir) / "memory_report.json", report)
     _print_table(measured, estimated, same_batch, peaks.batch)
-    _print_losses(losses)
+    if len(losses) > 1:
+        first, last = min(losses), max(losses)
+        print(f"held-out loss: {losses[first]:.4f} at step {first} → {losses[last]:.4f} at step {last}")
     if waited is not None:
         print(f"waiting for data: {waited:.0%} of the training time")
     _write_page(job.args.output_dir)
@@ -398,12 +396,6 @@ def _print_table(measured: dict[str, int], limit, same_batch, batch: PeakBatch |
             f"{predicted[-1] / value - 1:+.1%}" if predicted[-1] else "",
         )
     console().print(table)
-
-
-def _print_losses(losses: dict[int, float]) -> None:
-    if len(losses) > 1:
-        first, last = min(losses), max(losses)
-        print(f"held-out loss: {losses[first]:.4f} at step {first} → {losses[last]:.4f} at step {last}")
 
 
 def _count_parameters(weight) -> int:

@@ -116,7 +116,11 @@ class _StopAtStepEnd(TrainerCallback):
     def request(self, number: int, frame) -> None:
         """Signal handler."""
         if os.getpid() != self._process:
-            _handle_in_fork(number)
+            # Handle a signal in a forked process, which inherits the handler. Data loading workers ignore Ctrl-C, so
+            # that their parent can finish the step; SIGTERM ends them as multiprocessing expects.
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
         elif self.signal is None:
             self.signal = number
             if self.trainer.args.process_index == 0:
@@ -189,14 +193,3 @@ class _StopAtStepEnd(TrainerCallback):
         # So that trackers close.
         self.trainer.callback_handler.on_train_end(self.trainer.args, self.trainer.state, control)
         raise self.ending()
-
-
-def _handle_in_fork(number: int) -> None:
-    """Handle a signal in a forked process, which inherits the handler.
-
-    Data loading workers ignore Ctrl-C, so that their parent can finish the step; SIGTERM ends them as multiprocessing
-    expects.
-    """
-    if number != signal.SIGINT:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)

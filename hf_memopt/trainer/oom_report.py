@@ -86,7 +86,14 @@ def predict_one_sample(trainer: "MemoryTrainer") -> tuple[dict[str, int] | None,
         Bytes by kind, and dicts of `change` and `saved_bytes`. Where no estimate can be made (there may be no memory
         left for it), None and what usually helps, with `saved_bytes` None.
     """
-    unpredicted = [{"change": change, "saved_bytes": None} for change in _usual_changes(trainer)]
+    setup = describe_setup(trainer.model, trainer.args)
+    job = Facts(
+        setup=setup,
+        memory_args=trainer.memory_args,
+        discrete_memory=Facts.on_device(setup.device).discrete_memory,
+        next_token=trl_trainer(trainer) is None,  # TRL's head has chunks already
+    )
+    unpredicted = [{"change": change, "saved_bytes": None} for change in changes.advice(job, changes.USUAL)]
     try:
         breakdown, proposed = _predicted(trainer)
     except Exception as error:  # of any kind: the report of the out-of-memory failure matters more
@@ -127,15 +134,3 @@ def _predicted(trainer: "MemoryTrainer") -> tuple[dict[str, int], list[dict[str,
     estimate = estimate_job(job)
     savings = largest_savings(job, estimate)
     return estimate.breakdown, [{"change": saving.change, "saved_bytes": saving.saved_bytes} for saving in savings]
-
-
-def _usual_changes(trainer: "MemoryTrainer") -> list[str]:
-    """Changes that help most jobs that fail with a single sample, and work with this one's device and engine."""
-    setup = describe_setup(trainer.model, trainer.args)
-    job = Facts(
-        setup=setup,
-        memory_args=trainer.memory_args,
-        discrete_memory=Facts.on_device(setup.device).discrete_memory,
-        next_token=trl_trainer(trainer) is None,  # TRL's head has chunks already
-    )
-    return changes.advice(job, changes.USUAL)

@@ -58,7 +58,14 @@ class SafeResume:
         """
         if not file.is_file() or is_stale(file.parent):
             return
-        before = _read_state(file)
+        state = read_json(file)
+        for name in ("effective_batch_size", "world_size"):
+            if not isinstance(state.get(name), int) or state[name] < 1:
+                raise InputError(
+                    f"{file}: {name}={state.get(name)!r} is not a whole number of 1 or more: use another checkpoint"
+                )
+        elements = state.get("piece_elements")
+        before = state | {"piece_elements": elements if isinstance(elements, int) and elements > 0 else None}
         self.limit.adopt(before.get("piece_elements"))
         wanted, args = before["effective_batch_size"], self.args
         if self._effective_batch_size() == wanted:
@@ -127,15 +134,3 @@ class SafeResume:
         ]
         if changed:
             logger.warning("from here on %s", ", ".join(changed))
-
-
-def _read_state(file: Path) -> dict:
-    """A checkpoint's memory_state.json."""
-    state = read_json(file)
-    for name in ("effective_batch_size", "world_size"):
-        if not isinstance(state.get(name), int) or state[name] < 1:
-            raise InputError(
-                f"{file}: {name}={state.get(name)!r} is not a whole number of 1 or more: use another checkpoint"
-            )
-    elements = state.get("piece_elements")
-    return state | {"piece_elements": elements if isinstance(elements, int) and elements > 0 else None}

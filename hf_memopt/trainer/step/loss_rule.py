@@ -46,7 +46,16 @@ class LossRule(StrEnum):
         """The weight of a chunk's loss in the loss of its micro-batch."""
         if self is LossRule.SUM:
             return 1.0
-        _check_spans(micro_batch)
+        # Refuse answers beyond the tokens, which heads for question answering leave out of their mean.
+        tokens = micro_batch.get("input_ids")
+        for name in ("start_positions", "end_positions"):
+            place = micro_batch.get(name)
+            if (
+                isinstance(place, torch.Tensor)
+                and isinstance(tokens, torch.Tensor)
+                and (place >= tokens.shape[-1]).any()
+            ):
+                raise InputError(f"{name} lie beyond the tokens, and are left out of the loss")
         rule = self if self.count_items(trainer, micro_batch) else LossRule.SAMPLES  # every label is -100
         return rule.count_items(trainer, chunk) / rule.count_items(trainer, micro_batch)
 
@@ -106,15 +115,6 @@ def _losses_named(forward) -> set[str]:
     names = inspect.unwrap(forward).__code__.co_names
     losses = (name for name in names if re.search("loss|^cross_entropy$", name, re.IGNORECASE))
     return {name for name in losses if not re.search("_coef(ficient)?$", name)}
-
-
-def _check_spans(inputs: dict[str, Any]) -> None:
-    """Refuse answers beyond the tokens, which heads for question answering leave out of their mean."""
-    tokens = inputs.get("input_ids")
-    for name in ("start_positions", "end_positions"):
-        place = inputs.get(name)
-        if isinstance(place, torch.Tensor) and isinstance(tokens, torch.Tensor) and (place >= tokens.shape[-1]).any():
-            raise InputError(f"{name} lie beyond the tokens, and are left out of the loss")
 
 
 def find_rule(trainer: "MemoryTrainer", inputs: dict[str, Any], num_items) -> LossRule:
