@@ -69,7 +69,13 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
     if options.sequence_parallel > 1:
         preset = _split_sequences(preset, options.sequence_parallel)
     check(preset.setup())
-    _check_words(options.arguments)
+    # Refuse other tools' words among the recipe's arguments, which would fail where the job starts. The recipe itself
+    # checks all others: its parser needs transformers and TRL.
+    known = {*hints_of(RecipeArguments), *MemoryArguments.names()}
+    for word in (word.partition("=")[0] for word in options.arguments if word.startswith("--")):
+        meant = meant_by("argument", word, known)
+        if meant and plain_word(meant) != plain_word(word):
+            raise InputError(f"{word} is no argument of a recipe. Did you mean {meant}?")
     if options.target not in (None, "slurm", *targets):
         raise choose("target", options.target, ["slurm", *targets])
     if options.target and options.yaml_only:
@@ -96,20 +102,6 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
         print(f"note: {missing}")
 
 
-def _check_words(arguments: list[str]) -> None:
-    """Refuse other tools' words among the recipe's arguments, which would fail where the job starts. The recipe itself
-    checks all others: its parser needs transformers and TRL.
-
-    Raises:
-        InputError: says what to write.
-    """
-    known = {*hints_of(RecipeArguments), *MemoryArguments.names()}
-    for word in (word.partition("=")[0] for word in arguments if word.startswith("--")):
-        meant = meant_by("argument", word, known)
-        if meant and plain_word(meant) != plain_word(word):
-            raise InputError(f"{word} is no argument of a recipe. Did you mean {meant}?")
-
-
 def _split_sequences(preset: Preset, devices: int) -> Preset:
     """The preset with so many devices to each sequence.
 
@@ -134,7 +126,10 @@ def _contents(preset: Preset, folder: Path, options: ExportOptions) -> dict[str,
         files["deepspeed.json"] = _json(deepspeed)
     # accelerate resolves this path against the working directory, so it has to be absolute.
     files["accelerate.yaml"] = yaml_text(preset.accelerate_config(str(folder / "deepspeed.json")), _comment(preset))
-    return files | scripts(preset, folder, _recipe_command(preset, folder, options), batch=options.target == "slurm")
+    script = shipped("recipes") / f"{options.recipe}.py"
+    config = ["--config", shlex.quote(str(folder / "training_arguments.json"))]
+    command = [shlex.quote(str(script)), *config, *map(shlex.quote, _recipe_arguments(preset, options))]
+    return files | scripts(preset, folder, command, batch=options.target == "slurm")
 
 
 def _settings(preset: Preset) -> dict:
@@ -166,12 +161,6 @@ def _with_nvme_path(preset: Preset, nvme_path: str | None) -> dict | None:
         for block in ("offload_optimizer", "offload_param"):
             config["zero_optimization"][block]["nvme_path"] = str(path)
     return config
-
-
-def _recipe_command(preset: Preset, folder: Path, options: ExportOptions) -> list[str]:
-    script = shipped("recipes") / f"{options.recipe}.py"
-    config = ["--config", shlex.quote(str(folder / "training_arguments.json"))]
-    return [shlex.quote(str(script)), *config, *map(shlex.quote, _recipe_arguments(preset, options))]
 
 
 def _recipe_arguments(preset: Preset, options: ExportOptions) -> list[str]:

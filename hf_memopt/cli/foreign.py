@@ -161,15 +161,13 @@ def examine_foreign(file: str) -> Examined | None:
             return None
     try:
         source = read_source(file)
-        return _examined(file, source)
+        translation, lines = source.translate(), Lines(source.text if source.path else "")
+        faults = [Fault(file, lines.line_of(tuple(key.split("."))), text) for key, text in translation.faults()]
+        notes = [
+            f"approximated: {listed(sorted(keys), _SHOWN)}: {text}" for text, keys in _by_text(translation).items()
+        ]
+        if translation.neutral:
+            notes.append(f"without effect on memory: {listed(sorted(translation.neutral), _SHOWN)}")
+        return Examined(source.table.name, faults, notes)
     except InputError as error:
         return Examined("another tool's", [Fault(file, None, str(error).removeprefix(f"{file}: "))], [])
-
-
-def _examined(file: str, source: Source) -> Examined:
-    translation, lines = source.translate(), Lines(source.text if source.path else "")
-    faults = [Fault(file, lines.line_of(tuple(key.split("."))), text) for key, text in translation.faults()]
-    notes = [f"approximated: {listed(sorted(keys), _SHOWN)}: {text}" for text, keys in _by_text(translation).items()]
-    if translation.neutral:
-        notes.append(f"without effect on memory: {listed(sorted(translation.neutral), _SHOWN)}")
-    return Examined(source.table.name, faults, notes)

@@ -33,29 +33,25 @@ def print_plan(plan, amount: AmountOptions, verbose: bool, after: list[str]) -> 
         _print_tables(plan, amount)
         print("".join(f"{line}\n" for line in after), end="")
     elif plan.profiles:
-        _print_usual(plan, amount, after)
+        spec, profile = plan.spec, plan.usual
+        estimate = profile.estimate
+        took = amount.time_and_cost(estimate, spec.effective_batch_size, spec.preset.processes)
+        head = [
+            *paragraph(f"YES, {'probably, ' * spec.quick}with {spec.preset.method}: {_asked(spec)}"),
+            *memory_bar(estimate),
+            *paragraph(profile.summary, "with"),
+            *speed_lines(estimate, took, amount, spec.effective_batch_size),
+            *host_lines(max(one.estimate.host_bytes for one in plan.profiles), spec.host_memory),
+        ]
+        others = one_each("or", itertools.islice(_alternatives(plan), _ALTERNATIVES))
+        tail = note_lines(plan.notes)
+        if spec.tool is None:
+            start, notes = _start(spec, profile)
+            tail = [*start, *tail, *note_lines(notes)]
+        reasons = [_why_not(rejected) for rejected in plan.rejected if not rejected.slower]
+        print_answer(head, [*others, *one_each("not", reasons)], [*tail, *after])
     else:
         _print_nothing(plan, after)
-
-
-def _print_usual(plan, amount: AmountOptions, after: list[str]) -> None:
-    spec, profile = plan.spec, plan.usual
-    estimate = profile.estimate
-    took = amount.time_and_cost(estimate, spec.effective_batch_size, spec.preset.processes)
-    head = [
-        *paragraph(f"YES, {'probably, ' * spec.quick}with {spec.preset.method}: {_asked(spec)}"),
-        *memory_bar(estimate),
-        *paragraph(profile.summary, "with"),
-        *speed_lines(estimate, took, amount, spec.effective_batch_size),
-        *host_lines(max(one.estimate.host_bytes for one in plan.profiles), spec.host_memory),
-    ]
-    others = one_each("or", itertools.islice(_alternatives(plan), _ALTERNATIVES))
-    tail = note_lines(plan.notes)
-    if spec.tool is None:
-        start, notes = _start(spec, profile)
-        tail = [*start, *tail, *note_lines(notes)]
-    reasons = [_why_not(rejected) for rejected in plan.rejected if not rejected.slower]
-    print_answer(head, [*others, *one_each("not", reasons)], [*tail, *after])
 
 
 def _print_nothing(plan, after: list[str]) -> None:

@@ -3,7 +3,7 @@
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -22,15 +22,7 @@ def run_schema(command: str) -> None:
     Raises:
         InputError: there is no such command, or its output has no schema.
     """
-    makers = _makers()
-    if command not in makers:
-        raise choose("command", command, makers)
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"hf-memopt {command} --json"}
-    print_json(schema | makers[command]())
-
-
-def _makers() -> dict[str, Callable[[], dict]]:
-    return {
+    makers = {
         "advise": _advise,
         "doctor": _doctor,
         "dry-run": _dry_run,
@@ -40,6 +32,10 @@ def _makers() -> dict[str, Callable[[], dict]]:
         "presets": lambda: _object(presets=_list(_object(**_PRESET))),
         "show": _show,
     }
+    if command not in makers:
+        raise choose("command", command, makers)
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"hf-memopt {command} --json"}
+    print_json(schema | makers[command]())
 
 
 def _object(**properties: Mapping) -> dict[str, Any]:
@@ -62,7 +58,10 @@ def _or_none(schema: Mapping) -> dict[str, Any]:
 
 def _properties(cls: type, leave_out: tuple[str, ...] = ()) -> dict[str, dict]:
     """A dataclass's fields, with their types and what the docstring says of them."""
-    hints, texts = get_type_hints(cls), _descriptions(cls)
+    _, _, attributes = (inspect.getdoc(cls) or "").partition("Attributes:\n")
+    matches = re.findall(r"^    ([\w, ]+): (.*?)(?=^    \S|\Z)", attributes, re.DOTALL | re.MULTILINE)
+    texts = {name: " ".join(text.split()) for names, text in matches for name in names.split(", ")}
+    hints = get_type_hints(cls)
     names = [item.name for item in fields(cls) if item.name not in leave_out]
     return {name: _type(hints[name]) | ({"description": texts[name]} if name in texts else {}) for name in names}
 
@@ -78,13 +77,6 @@ def _type(hint: Any) -> dict[str, Any]:
     if origin is dict and inner[1] is not Any:
         return {"type": "object", "additionalProperties": _type(inner[1])}
     return {} if hint is Any else {"type": "object"}
-
-
-def _descriptions(cls: type) -> dict[str, str]:
-    """Field -> its lines under "Attributes:" of the docstring."""
-    _, _, attributes = (inspect.getdoc(cls) or "").partition("Attributes:\n")
-    matches = re.findall(r"^    ([\w, ]+): (.*?)(?=^    \S|\Z)", attributes, re.DOTALL | re.MULTILINE)
-    return {name: " ".join(text.split()) for names, text in matches for name in names.split(", ")}
 
 
 def _estimate() -> dict[str, Any]:

@@ -74,7 +74,10 @@ def engine_of_launch(path: Path | None, options: Mapping[str, Any]) -> dict[str,
     if settings.get("use_deepspeed"):
         engine["training.deepspeed"] = _deepspeed(settings)
     elif settings.get("use_fsdp"):
-        engine |= _fsdp(settings)
+        own = fsdp_keys(
+            {key.removeprefix("fsdp_"): value for key, value in settings.items() if key.startswith("fsdp_")}
+        )
+        engine |= {"training.fsdp": "full_shard auto_wrap", "training.fsdp_config": {"version": 1, **own}}
     return engine
 
 
@@ -115,11 +118,6 @@ def _of_file(path: Path) -> dict[str, Any]:
         elif value:
             flat |= {f"{prefix}{str(name).removeprefix(prefix)}": inner for name, inner in dict(value).items()}
     return flat | engine
-
-
-def _fsdp(settings: Mapping[str, Any]) -> dict[str, Any]:
-    own = fsdp_keys({key.removeprefix("fsdp_"): value for key, value in settings.items() if key.startswith("fsdp_")})
-    return {"training.fsdp": "full_shard auto_wrap", "training.fsdp_config": {"version": 1, **own}}
 
 
 def _deepspeed(settings: Mapping[str, Any]) -> Any:

@@ -70,7 +70,9 @@ class Reader:
     def __init__(self, device=None, limit: int | None = None) -> None:
         import torch
 
-        self.device = torch.device(device) if device is not None else _default_device()
+        if device is None:
+            device = next((name for name in ("cuda", "xpu", "mps") if getattr(torch, name).is_available()), "cpu")
+        self.device = torch.device(device)
         self.limit = limit
         self.kind = self.device.type if self.device.type in ("cuda", "xpu", "mps") else "cpu"
         self._module = getattr(torch, self.kind, None)
@@ -159,15 +161,6 @@ def peak_resident() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _default_device():
-    import torch
-
-    for name in ("cuda", "xpu", "mps"):
-        if getattr(torch, name).is_available():
-            return torch.device(name)
-    return torch.device("cpu")
 
 
 @contextmanager

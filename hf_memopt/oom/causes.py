@@ -151,7 +151,16 @@ def _cause(failure: Failure) -> tuple[str, tuple[changes.Change, ...] | list[str
         return frame.why, frame.changes
     on_host = failure.diagnosis.kind is OomKind.HOST and not fixes
     if cause.startswith(KILLED) or (on_host and (failure.stage in ("load", None) or failure.offloads)):
-        return _killed(failure)
+        # The host's memory ran out, or the system killed a process for it.
+        why = failure.diagnosis.cause
+        if failure.stage == "load":
+            loading = (changes.LOAD_ONCE, changes.MORE_HOST_MEMORY)
+            return f"{why}: while the model loaded", loading if failure.ranks else loading[::-1]
+        if failure.offloads:
+            return f"{why}: what is offloaded lies there", (
+                *(changes.OFFLOAD_LESS, changes.MORE_HOST_MEMORY, changes.FEWER_WORKERS),
+            )
+        return why, (changes.MORE_HOST_MEMORY, changes.FEWER_WORKERS, changes.OFFLOAD_LESS)
     if fixes or not cause:
         return cause, fixes.split("; ") if fixes else [cause]
     if failure.grown:
@@ -167,19 +176,6 @@ def _cause(failure: Failure) -> tuple[str, tuple[changes.Change, ...] | list[str
     if failure.stage in ("forward", "backward", None):  # what comes and goes in a step leaves the gaps
         return fragmented if frame is None else f"{fragmented}; and {why}", (*remedies[:2], *rows[:1], *remedies[2:])
     return f"{why}; and {fragmented}", (*rows[:2], *remedies[:2])
-
-
-def _killed(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:
-    """The cause where the host's memory ran out, or where the system killed a process for it."""
-    why = failure.diagnosis.cause
-    if failure.stage == "load":
-        loading = (changes.LOAD_ONCE, changes.MORE_HOST_MEMORY)
-        return f"{why}: while the model loaded", loading if failure.ranks else loading[::-1]
-    if failure.offloads:
-        return f"{why}: what is offloaded lies there", (
-            *(changes.OFFLOAD_LESS, changes.MORE_HOST_MEMORY, changes.FEWER_WORKERS),
-        )
-    return why, (changes.MORE_HOST_MEMORY, changes.FEWER_WORKERS, changes.OFFLOAD_LESS)
 
 
 def _of_frame(failure: Failure) -> tuple[str, tuple[changes.Change, ...]]:

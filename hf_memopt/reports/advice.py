@@ -75,7 +75,29 @@ def advise(source: str) -> Advice | None:
     if path is None:
         return advise_on_text(source)
     if path.is_dir():
-        return _advise_on_folder(path)
+        # From oom_report.json; else from recovered failures; else from the newest log; else on a slow run.
+        logs = [log for ending in ("log", "out", "err") for log in path.glob(f"*.{ending}") if log.is_file()]
+        check_links(path, {REPORT_FILE, LOG, OOM, *(log.name for log in logs)})
+        if ended := read_oom_report(path):
+            return _advise_on_report(ended)
+        events = read_log(path / LOG)[1].to_list() if is_there(path / LOG) else []
+        for event in reversed(events):
+            if event["event"] in ("oom_recovered", "memory_grows", "micro_batch_lowered"):
+                return _advise_on_event(event)
+        for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
+            if advice := advise_on_text(_read_end(log)):
+                return advice
+        if any(is_there(path / name) for name in (LOG, REPORT_FILE)):
+            run = read_run(path)
+            if (slow := why_slow(run)) is None:
+                return None
+            step = run.readings[-1]["step"] if run.readings else None
+            return Advice(SLOW, _BOTTLENECKS[slow.cause], "training", step, slow.why, _unpredicted(slow.changes), "")
+        if not logs:
+            raise InputError(
+                f"{path} has none of {OOM}, {LOG}, {REPORT_FILE} and *.log: give the run's output_dir, or its log"
+            )
+        return None
     return advise_on_text(_read_end(path))
 
 
@@ -126,32 +148,6 @@ def _read_end(path: Path) -> str:
 def decode_log(content: bytes) -> str:
     """A log as text, whatever its encoding, with each state of a progress bar on its own line."""
     return content.decode("utf-8", errors="replace").replace("\r", "\n")
-
-
-def _advise_on_folder(folder: Path) -> Advice | None:
-    """Advice from oom_report.json; else from recovered failures; else from the newest log; else on a slow run."""
-    logs = [log for ending in ("log", "out", "err") for log in folder.glob(f"*.{ending}") if log.is_file()]
-    check_links(folder, {REPORT_FILE, LOG, OOM, *(log.name for log in logs)})
-    if ended := read_oom_report(folder):
-        return _advise_on_report(ended)
-    events = read_log(folder / LOG)[1].to_list() if is_there(folder / LOG) else []
-    for event in reversed(events):
-        if event["event"] in ("oom_recovered", "memory_grows", "micro_batch_lowered"):
-            return _advise_on_event(event)
-    for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
-        if advice := advise_on_text(_read_end(log)):
-            return advice
-    if any(is_there(folder / name) for name in (LOG, REPORT_FILE)):
-        run = read_run(folder)
-        if (slow := why_slow(run)) is None:
-            return None
-        step = run.readings[-1]["step"] if run.readings else None
-        return Advice(SLOW, _BOTTLENECKS[slow.cause], "training", step, slow.why, _unpredicted(slow.changes), "")
-    if not logs:
-        raise InputError(
-            f"{folder} has none of {OOM}, {LOG}, {REPORT_FILE} and *.log: give the run's output_dir, or its log"
-        )
-    return None
 
 
 def _advise_on_report(report: dict[str, Any]) -> Advice:

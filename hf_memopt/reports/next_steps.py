@@ -5,7 +5,6 @@ A run is slow where it waits for data or for the disk, or where its device is id
 
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from hf_memopt.monitor.growth import ADVICE
 from hf_memopt.reports.run import Run
@@ -31,7 +30,12 @@ def suggest_next_steps(run: Run) -> list[str]:
                 steps.append(f"{change.get('change')}{saved}.")
             if event.get("checkpoint"):
                 steps.append(f"The last good step was saved: the same command resumes from {event['checkpoint']}.")
-    if smallest := _smallest_chunk(events):
+    sizes = [
+        event["micro_batch_after"]
+        for event in events
+        if event.get("micro_batch_after") and event.get("stage", "forward") in ("forward", "backward")
+    ]
+    if smallest := min(sizes, default=None):
         steps.append(
             f"Micro-batches ran in chunks of down to {smallest} samples. per_device_train_batch_size={smallest} with "
             "more gradient_accumulation_steps trains the same without running out of memory first."
@@ -40,7 +44,10 @@ def suggest_next_steps(run: Run) -> list[str]:
         steps.append(f"Memory grew ({label}): {ADVICE.get(label, '')}.")
     if "oom_recovered" in kinds and "worst_batch_fits" not in kinds:
         steps.append("probe_worst_batch=true tries the largest batch before the first step.")
-    share, fragments = used_share(run), _reserved_overhead(report)
+    measured = report.get("measured", {})
+    reserved, allocated = measured.get("peak_reserved_bytes"), measured.get("peak_allocated_bytes")
+    share = used_share(run)
+    fragments = reserved / allocated - 1 if reserved and allocated and reserved > 2**30 else 0.0
     if fragments > 0.2:
         steps.append(
             f"The allocator reserved {fragments:.0%} more than tensors needed: set "
@@ -62,21 +69,6 @@ def suggest_next_steps(run: Run) -> list[str]:
             "hf-memopt plan MODEL finds the fastest that fits."
         )
     return steps or ["Nothing: the run fitted and used its memory well."]
-
-
-def _smallest_chunk(events) -> int | None:
-    sizes = [
-        event["micro_batch_after"]
-        for event in events
-        if event.get("micro_batch_after") and event.get("stage", "forward") in ("forward", "backward")
-    ]
-    return min(sizes, default=None)
-
-
-def _reserved_overhead(report: dict[str, Any]) -> float:
-    measured = report.get("measured", {})
-    reserved, allocated = measured.get("peak_reserved_bytes"), measured.get("peak_allocated_bytes")
-    return reserved / allocated - 1 if reserved and allocated and reserved > 2**30 else 0.0
 
 
 def speed(run: Run) -> tuple[float, float, float, int] | None:
