@@ -50,18 +50,14 @@ def redact(value: Any) -> Any:
 
 
 def _redact(value: Any, name: str, secrets: list[str]) -> Any:
-    if is_secret(name) and not _says_nothing(name, value):
+    # An empty field tells no secret, nor does what TrainingArguments.to_dict() writes in a token's place.
+    if is_secret(name) and not (value is None or isinstance(value, bool) or value in ("", f"<{name.upper()}>")):
         return REDACTED
     if isinstance(value, Mapping):
         return {key: _redact(item, str(key), secrets) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_redact(item, "", secrets) for item in value]
     return _redact_text(value, secrets) if isinstance(value, str) else value
-
-
-def _says_nothing(name: str, value: Any) -> bool:
-    """True if a secret's field is empty, or holds what TrainingArguments.to_dict() writes in a token's place."""
-    return value is None or isinstance(value, bool) or value in ("", f"<{name.upper()}>")
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:

@@ -75,23 +75,19 @@ def _launch(file: str, has_processes: bool) -> dict[str, Any] | None:
     if args.use_deepspeed:
         return _deepspeed(args, defaults, from_file)
     if args.use_fsdp or args.use_megatron_lm or args.multi_gpu:
-        _distributed(args)
+        from accelerate.utils.launch import prepare_multi_gpu_env
+        from torch import distributed
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        environment = prepare_multi_gpu_env(args)
+        _torchrun(args)
+        processes = int(args.num_processes)
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes)}
+        distributed.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+        _accelerator({**environment, **ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, processes)
     else:
         _accelerator(prepare_simple_launcher_cmd_env(args)[1], 1)
     return None
-
-
-def _distributed(args: Any) -> None:
-    from accelerate.utils.launch import prepare_multi_gpu_env
-    from torch import distributed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    environment = prepare_multi_gpu_env(args)
-    _torchrun(args)
-    processes = int(args.num_processes)
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes)}
-    distributed.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
-    _accelerator({**environment, **ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, processes)
 
 
 def _torchrun(args: Any) -> None:
@@ -106,12 +102,7 @@ def _accelerator(environment: Mapping[str, str], devices: int) -> None:
     from accelerate import Accelerator
 
     _set_environment({name: value for name, value in environment.items() if name != "ACCELERATE_CPU_AFFINITY"})
-    _make_up(devices)
-    Accelerator()
-
-
-def _make_up(devices: int) -> None:
-    """GPUs that can do all that a file may ask of them."""
+    # GPUs that can do all that a file may ask of them.
     from torch import cuda
 
     answers = {
@@ -120,6 +111,7 @@ def _make_up(devices: int) -> None:
     }
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, answer=answer, **kwargs: answer)
+    Accelerator()
 
 
 def _deepspeed(args: Any, defaults: Any, from_file: bool) -> dict[str, Any]:

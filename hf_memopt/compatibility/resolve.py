@@ -165,7 +165,16 @@ def resolve_engine(args: Any, state: Any = None, mesh: str | None = None) -> Eng
     get = args.get if isinstance(args, Mapping) else lambda name: getattr(args, name, None)
     sharded = [MeshEngine(mesh, "the model's DistributedConfig")] if mesh else []
     plugins = _from_plugins(get, _configured_state(get) if state is None else state)
-    arguments = _from_arguments(get)
+    # Engines that TrainingArguments ask for.
+    arguments = []
+    if deepspeed := get("deepspeed"):
+        source = f"deepspeed={deepspeed}" if isinstance(deepspeed, str) else "deepspeed"
+        arguments.append(DeepSpeed.of_config(deepspeed_config(deepspeed), source))
+    if fsdp := get("fsdp"):
+        # accelerate takes what is left out from the environment.
+        names = ("activation_checkpointing", CHECKPOINTING_OFFLOAD)
+        launched = {name: os.environ.get(f"FSDP_{name.upper()}") for name in names}
+        arguments.append(FSDP.of_settings(launched | fsdp_settings(fsdp, get("fsdp_config")), f"fsdp={fsdp}"))
     launcher = [engine] if (engine := chosen_by_launcher()) else []
     requests = sharded + arguments + plugins + launcher
     for request in requests[1:]:  # only one engine can run
@@ -198,20 +207,6 @@ def _from_plugins(get, state: Any) -> list[Engine]:
     settings |= {"reshard_after_forward": fsdp.reshard_after_forward, "cpu_offload": offloads}
     settings[CHECKPOINTING_OFFLOAD] = getattr(fsdp, CHECKPOINTING_OFFLOAD, False)  # of accelerate 1.15
     return [FSDP.of_settings(settings, source)]
-
-
-def _from_arguments(get) -> list[Engine]:
-    """Engines that TrainingArguments ask for."""
-    engines = []
-    if deepspeed := get("deepspeed"):
-        source = f"deepspeed={deepspeed}" if isinstance(deepspeed, str) else "deepspeed"
-        engines.append(DeepSpeed.of_config(deepspeed_config(deepspeed), source))
-    if fsdp := get("fsdp"):
-        # accelerate takes what is left out from the environment.
-        names = ("activation_checkpointing", CHECKPOINTING_OFFLOAD)
-        launched = {name: os.environ.get(f"FSDP_{name.upper()}") for name in names}
-        engines.append(FSDP.of_settings(launched | fsdp_settings(fsdp, get("fsdp_config")), f"fsdp={fsdp}"))
-    return engines
 
 
 def _tp_size(config: Any) -> int:

@@ -130,7 +130,12 @@ def _error(config: Mapping[str, Any]) -> Exception | None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
-        DeepSpeedConfig(_as_started(config))
+        # The configuration without what TrainingArguments, the launcher and the card decide.
+        started = without(config, [keys for keys in FILLED if value_at(config, keys) == "auto"])
+        started = without(started, [(name,) for name in _COUNTS])
+        if value_at(started, ("aio", "use_gds")) is True:  # asserts that there is a CUDA device
+            started["aio"]["use_gds"] = False
+        DeepSpeedConfig({**started, "train_micro_batch_size_per_gpu": 1})
     except Exception as error:  # it looks into values without asking for their type
         return error
     return None
@@ -140,15 +145,6 @@ def _error(config: Mapping[str, Any]) -> Exception | None:
 def _cannot_be_asked() -> str:
     """Why DeepSpeed gives no answer here: it refuses even a configuration that says nothing."""
     return "" if (error := _error({})) is None else one_line(error)
-
-
-def _as_started(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what TrainingArguments, the launcher and the card decide."""
-    started = without(config, [keys for keys in FILLED if value_at(config, keys) == "auto"])
-    started = without(started, [(name,) for name in _COUNTS])
-    if value_at(started, ("aio", "use_gds")) is True:  # asserts that there is a CUDA device
-        started["aio"]["use_gds"] = False
-    return {**started, "train_micro_batch_size_per_gpu": 1}
 
 
 def _removed(config: Mapping[str, Any], deepspeed) -> Iterator[Finding]:

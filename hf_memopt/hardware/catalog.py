@@ -175,27 +175,23 @@ def _rows(series: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 entry |= {"architecture": card["name"], "memory_share": 2 / 3 if size <= 32 else 3 / 4}
             entry["memory_gib"] = entry["nominal_gib"] * entry["memory_share"] - entry.get("others_gib", 0)
             key = card.get("key") or series.get("key", "{}").format(short_name(name))
-            yield key, _with_rates(entry)
-
-
-def _with_rates(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of a series with the rates and sources that follow from the series."""
-    if "fp16_per_fp32" in entry and "fp32_tflops" in entry:
-        entry["fp16_tflops"] = entry["fp32_tflops"] * entry["fp16_per_fp32"]
-    if entry.get("vendor") in ("amd", "apple") and entry.get("native_bf16") and "fp16_tflops" in entry:
-        entry.setdefault("bf16_tflops", entry["fp16_tflops"])
-    linked = entry.get("vendor") != "apple" and not entry.get("unified_memory")
-    if linked and entry["host_link"] is not None:
-        entry.setdefault("peer_link", entry["host_link"])
-    fp16 = entry.get("fp16_source", entry["document"])
-    share = "the nominal size times the share that PyTorch reports of the series' other cards"
-    derived = {
-        "memory": f"derived: {share}: {entry['document']}",
-        "fp16_flops": fp16,
-        "bf16_flops": entry.get("bf16_source", fp16),
-        "peer_link": "PCI Express base specification, peers are reached over PCIe",
-    }
-    return entry | {"sources": derived | entry.get("sources", {})}
+            # An entry of a series with the rates and sources that follow from the series.
+            if "fp16_per_fp32" in entry and "fp32_tflops" in entry:
+                entry["fp16_tflops"] = entry["fp32_tflops"] * entry["fp16_per_fp32"]
+            if entry.get("vendor") in ("amd", "apple") and entry.get("native_bf16") and "fp16_tflops" in entry:
+                entry.setdefault("bf16_tflops", entry["fp16_tflops"])
+            linked = entry.get("vendor") != "apple" and not entry.get("unified_memory")
+            if linked and entry["host_link"] is not None:
+                entry.setdefault("peer_link", entry["host_link"])
+            fp16 = entry.get("fp16_source", entry["document"])
+            share = "the nominal size times the share that PyTorch reports of the series' other cards"
+            derived = {
+                "memory": f"derived: {share}: {entry['document']}",
+                "fp16_flops": fp16,
+                "bf16_flops": entry.get("bf16_source", fp16),
+                "peer_link": "PCI Express base specification, peers are reached over PCIe",
+            }
+            yield key, entry | {"sources": derived | entry.get("sources", {})}
 
 
 def _build(name: str, entry: dict[str, Any], vendors: dict[str, dict[str, str]]) -> Hardware:

@@ -38,10 +38,7 @@ def abandoned_locks() -> list[Path]:
     from torch.utils.cpp_extension import get_default_build_root
 
     folder = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root, pattern = (folder, "*/lock") if folder else (get_default_build_root(), f"{_build_prefix()}*/*/lock")
+    # torch's folders of this Python's extensions begin so (cpp_extension._get_build_directory).
+    prefix = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}_"
+    root, pattern = (folder, "*/lock") if folder else (get_default_build_root(), f"{prefix}*/*/lock")
     return [lock for lock in sorted(Path(root).glob(pattern)) if time.time() - lock.stat().st_mtime > _LONGEST_BUILD]
-
-
-def _build_prefix() -> str:
-    """The beginning of torch's folders of this Python's extensions (cpp_extension._get_build_directory)."""
-    return f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}_"

@@ -40,7 +40,9 @@ def batch_settings(
         fixed = micro or accumulation
         if share % fixed:
             name = "per_device_train_batch_size" if micro else "gradient_accumulation_steps"
-            divisors = ", ".join(map(str, _divisors(share)))
+            # Divisors are found up to the square root: a batch may have billions of samples.
+            low = [n for n in range(1, isqrt(share) + 1) if share % n == 0]
+            divisors = ", ".join(map(str, sorted({*low, *(share // n for n in low)})))
             raise InputError(
                 f"{name}={fixed} does not divide the {share} samples per process of the effective batch {effective}; "
                 f"use one of {divisors}, or set effective_batch_size too"
@@ -48,9 +50,3 @@ def batch_settings(
         return (micro, share // micro) if micro else (share // accumulation, accumulation)
     micro = max(n for n in range(1, min(preferred, share) + 1) if share % n == 0)
     return micro, share // micro
-
-
-def _divisors(number: int) -> list[int]:
-    """All divisors, in order, found up to the square root: a batch may have billions of samples."""
-    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return sorted({*low, *(number // n for n in low)})

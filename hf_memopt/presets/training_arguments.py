@@ -58,32 +58,28 @@ def resolve(
     for name in overrides.keys() - hints.keys():
         raise choose(f"{kind.__name__} field", str(name), hints.keys() - {"effective_batch_size"})
     overrides = fit(hints, overrides)
-    _check_texts(overrides)
-    micro = max(1, preset.micro_batch_size // sequences_per_sample(kind))
-    batch = _batch(dataclasses.replace(preset, micro_batch_size=micro), world_size, overrides)
-    return _merge(preset, overrides, preset_fields(preset, kind)) | batch
-
-
-def _check_texts(values: dict[str, Any]) -> None:
-    """Refuse texts that transformers parses only when training begins, after the model was loaded, and names whose
-    error would list them all."""
+    # Refuse texts that transformers parses only when training begins, after the model was loaded, and names whose
+    # error would list them all.
     from transformers.training_args import OptimizerNames
 
     names = [member.value for member in OptimizerNames]
-    if isinstance(values.get("optim"), str) and values["optim"] not in names:
-        raise choose("optim", values["optim"], names)
+    if isinstance(overrides.get("optim"), str) and overrides["optim"] not in names:
+        raise choose("optim", overrides["optim"], names)
     for name in ("torch_compile_mode", "torch_compile_backend"):
-        if values.get("torch_compile") is False and values.get(name):
-            raise InputError(f"torch_compile=False and {name}={brief(values[name])}: leave one of the two out")
-    for name, kwargs in values.items():
+        if overrides.get("torch_compile") is False and overrides.get(name):
+            raise InputError(f"torch_compile=False and {name}={brief(overrides[name])}: leave one of the two out")
+    for name, kwargs in overrides.items():
         if name.endswith("_kwargs") and isinstance(kwargs, str) and not kwargs.startswith("{"):
             example = '{"use_reentrant": false}' if "checkpointing" in name else '{"num_cycles": 2}'
             raise InputError(f"{name}={brief(kwargs)} must be a mapping, or its JSON: {example}")
-    for pair in (values.get("optim_args") or "").replace(" ", "").split(","):
+    for pair in (overrides.get("optim_args") or "").replace(" ", "").split(","):
         if pair and pair.count("=") != 1:
             raise InputError(f"optim_args: {brief(pair)} must be name=value, several with commas between them")
-    if values.get("output_dir") == "":
+    if overrides.get("output_dir") == "":
         raise InputError("output_dir is empty: name a folder to write to")
+    micro = max(1, preset.micro_batch_size // sequences_per_sample(kind))
+    batch = _batch(dataclasses.replace(preset, micro_batch_size=micro), world_size, overrides)
+    return _merge(preset, overrides, preset_fields(preset, kind)) | batch
 
 
 def _merge(preset, overrides: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
