@@ -88,7 +88,10 @@ class Chat:
             if changed == messages:  # only empty messages: a later row decides
                 return
         else:
-            changed = [_without(message, key) if message["role"] == role else message for message in messages]
+            changed = [
+                {name: value for name, value in message.items() if name != key} if message["role"] == role else message
+                for message in messages
+            ]
         if key in _REASONING:
             written = re.search(rf"\b({'|'.join(_REASONING)})\b", self._source) is not None
         else:
@@ -123,10 +126,6 @@ def _longer(message: dict) -> dict:
     if not content:
         return message
     return {**message, "content": f"{content}x" if isinstance(content, str) else [*content, _LETTER]}
-
-
-def _without(message: dict, key: str) -> dict:
-    return {name: value for name, value in message.items() if name != key}
 
 
 _FIRST = 1_000  # rows whose majority says what the others have to be

@@ -152,7 +152,12 @@ def _open(source: str, config: str | None, streaming: bool, with_media: bool) ->
     with as_input_error(f"data set {source!r}", Exception):
         path = local_path(source)
         if path.is_file():
-            return _open_file(path, source, streaming)
+            if path.stat().st_size == 0:
+                raise InputError(f"data set {source!r} is empty: the file has no rows")
+            if path.suffix == ".parquet":
+                with as_input_error(f"{path}: not a complete parquet file", Exception):
+                    return load_dataset("parquet", data_files=str(path), streaming=streaming)
+            return {"train": _rows_of([path], source, streaming)}
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             loaded = load_from_disk(str(path))
             splits = loaded if isinstance(loaded, dict) else {"train": loaded}
@@ -163,17 +168,6 @@ def _open(source: str, config: str | None, streaming: bool, with_media: bool) ->
         if path.is_dir() and (files := _files_of_rows(path)):
             return {name: _rows_of(paths, source, streaming) for name, paths in _by_split(files).items()}
         return load_dataset(str(path) if path.is_dir() else source, config, streaming=streaming)
-
-
-def _open_file(path: Path, source, streaming: bool) -> dict:
-    from datasets import load_dataset
-
-    if path.stat().st_size == 0:
-        raise InputError(f"data set {source!r} is empty: the file has no rows")
-    if path.suffix == ".parquet":
-        with as_input_error(f"{path}: not a complete parquet file", Exception):
-            return load_dataset("parquet", data_files=str(path), streaming=streaming)
-    return {"train": _rows_of([path], source, streaming)}
 
 
 def _files_of_rows(folder: Path) -> list[Path]:

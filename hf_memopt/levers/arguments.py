@@ -145,7 +145,16 @@ class MemoryArguments(
         if self.loss_reduction not in (None, *LOSS_REDUCTIONS):
             raise choose("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
         for feature in FEATURES:
-            _check_values(feature, self)
+            for name in feature.above_zero:
+                _check_above_zero(self, name)
+            for name, nothing in feature.shares.items():
+                value = getattr(self, name)
+                if value is not None and not 0 <= value <= 1:
+                    raise InputError(f"{name}={value} must lie between 0 ({nothing}) and 1 (all)")
+            for name, choices in feature.choices.items():
+                if getattr(self, name) not in (None, *choices):
+                    raise choose(name, getattr(self, name), choices)
+            feature.check(self)
         step_ranges(self.snapshot_steps)
         if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
             raise InputError(f"max_batch_size={self.max_batch_size} is below min_batch_size={self.min_batch_size}")
@@ -174,19 +183,6 @@ class MemoryArguments(
 FEATURES: tuple[type[Feature], ...] = tuple(
     base for base in reversed(MemoryArguments.__bases__) if issubclass(base, Feature)
 )
-
-
-def _check_values(feature: type[Feature], on: MemoryArguments) -> None:
-    for name in feature.above_zero:
-        _check_above_zero(on, name)
-    for name, nothing in feature.shares.items():
-        value = getattr(on, name)
-        if value is not None and not 0 <= value <= 1:
-            raise InputError(f"{name}={value} must lie between 0 ({nothing}) and 1 (all)")
-    for name, choices in feature.choices.items():
-        if getattr(on, name) not in (None, *choices):
-            raise choose(name, getattr(on, name), choices)
-    feature.check(on)
 
 
 def _check_above_zero(on: MemoryArguments, name: str) -> None:

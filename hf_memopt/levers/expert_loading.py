@@ -57,7 +57,16 @@ def _with_experts(plain: type, peft_config) -> type:
             return param_name in experts or super().param_needs_quantization(model, param_name, **kwargs)
 
         def get_quantize_ops(self):
-            return _quantize_operation(super().get_quantize_ops(), self)
+            operation = super().get_quantize_ops()
+
+            def convert(input_dict, **kwargs):
+                if not input_dict.keys() & self._experts.keys():
+                    return type(operation).convert(operation, input_dict, **kwargs)
+                read = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+                return {name: quantize(value, self.quantization_config) for name, value in read.items()}
+
+            operation.convert = convert
+            return operation
 
         def _process_model_after_weight_loading(self, model, **kwargs):
             for module, name in self._experts.values():
@@ -67,19 +76,6 @@ def _with_experts(plain: type, peft_config) -> type:
             return super()._process_model_after_weight_loading(model, **kwargs)
 
     return Quantizer
-
-
-def _quantize_operation(plain, quantizer):
-    """transformers' operation that quantizes a weight as soon as it is on the device."""
-
-    def convert(input_dict, **kwargs):
-        if not input_dict.keys() & quantizer._experts.keys():
-            return type(plain).convert(plain, input_dict, **kwargs)
-        read = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-        return {name: quantize(value, quantizer.quantization_config) for name, value in read.items()}
-
-    plain.convert = convert
-    return plain
 
 
 _METHOD = "bitsandbytes_4bit"

@@ -45,8 +45,16 @@ def stream_weights(model: torch.nn.Module, ratio: float = 1.0) -> None:
     if streamer_of(inner) is None:
         streamer = Streamer(inner, ratio)
         streamer.install()
-        _refuse_merging(model, streamer)
-        _leave_out_of_ddp(model, streamer)
+        # Keep peft from merging adapters into weights that are empty on the device.
+        tuner = getattr(model, "base_model", None)
+        for name in ("merge_and_unload", "merge_adapter"):
+            if hasattr(tuner, name):
+                replace(tuner, name, _unless_streamed(streamer, getattr(tuner, name)))
+        # Keep DDP from sending the first process's weights to the others: they are empty on the device, and every
+        # process has loaded the same.
+        names = [name for name, weight in model.named_parameters(remove_duplicate=False) if streamer.streams(weight)]
+        # What DistributedDataParallel._set_params_and_buffers_to_ignore_for_model() sets (torch 2.13).
+        model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]
 
 
 def streamer_of(model: torch.nn.Module) -> "Streamer | None":
@@ -201,7 +209,12 @@ class Streamer:
         for weight in module.parameters():
             if weight.requires_grad or weight.dim() < 2:
                 continue
-            _check_kind(weight)
+            kind = type(weight).__name__
+            if kind not in ("Parameter", "Params4bit", "FakeTensor") or weight.dtype is torch.int8:
+                raise InputError(
+                    f"weight_streaming streams unquantized weights and bitsandbytes' 4-bit ones, not {kind}: use "
+                    "load_in_4bit=True, or leave it out"
+                )
             weights[id(weight)] = self._weights.setdefault(id(weight), Weights(weight))
         return Unit(module, list(weights.values())) if weights else None
 
@@ -352,23 +365,6 @@ def _of(inner: torch.nn.Module, name: str):
     return getattr(inner, name)() if hasattr(inner, name) else None
 
 
-def _check_kind(weight: torch.nn.Parameter) -> None:
-    kind = type(weight).__name__
-    if kind not in ("Parameter", "Params4bit", "FakeTensor") or weight.dtype is torch.int8:
-        raise InputError(
-            f"weight_streaming streams unquantized weights and bitsandbytes' 4-bit ones, not {kind}: use "
-            "load_in_4bit=True, or leave it out"
-        )
-
-
-def _refuse_merging(model: torch.nn.Module, streamer: Streamer) -> None:
-    """Keep peft from merging adapters into weights that are empty on the device."""
-    tuner = getattr(model, "base_model", None)
-    for name in ("merge_and_unload", "merge_adapter"):
-        if hasattr(tuner, name):
-            replace(tuner, name, _unless_streamed(streamer, getattr(tuner, name)))
-
-
 def _staying(streamer: Streamer, apply):
     """Wrap what is behind `.to()`: streamed weights stay as they are, on the device on which they are empty."""
 
@@ -386,14 +382,6 @@ def _staying(streamer: Streamer, apply):
         return apply(lambda tensor: tensor if streamer.streams(tensor) else change(tensor), *args, **kwargs)
 
     return run
-
-
-def _leave_out_of_ddp(model: torch.nn.Module, streamer: Streamer) -> None:
-    """Keep DDP from sending the first process's weights to the others: they are empty on the device, and every process
-    has loaded the same."""
-    names = [name for name, weight in model.named_parameters(remove_duplicate=False) if streamer.streams(weight)]
-    # What DistributedDataParallel._set_params_and_buffers_to_ignore_for_model() sets (torch 2.13).
-    model._ddp_params_and_buffers_to_ignore = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]
 
 
 def _unless_streamed(streamer: Streamer, merge):

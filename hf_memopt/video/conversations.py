@@ -59,9 +59,17 @@ def conversation(row: dict, where: str, urls: bool = False) -> tuple[list[dict],
         if part["type"] in _KINDS:
             raise InputError(f"{where}: an answer has a {part['type']}, and answers are texts: put it into a question")
     parts = [part for message in messages for part in message["content"] if part["type"] in _KINDS]
-    if listed["video"] and not listed["image"] and not any("source" in part for part in parts):
-        _name_videos(parts)
-    _put_first(messages, listed)
+    # Where a row has videos, no images and no <video>, <image> stands for a video, as in LLaVA-Video's data.
+    only_videos = listed["video"] and not listed["image"] and not any("source" in part for part in parts)
+    if only_videos and not any(part["type"] == "video" for part in parts):
+        for part in parts:
+            part["type"] = "video"
+    # Put the media of a kind that has no tags before the first user message's text.
+    tagged = {part["type"] for message in messages for part in message["content"]}
+    user = next((message for message in messages if message["role"] == "user"), messages[0])
+    for kind in reversed(_KINDS):
+        if kind not in tagged:
+            user["content"][:0] = [{"type": kind} for _ in listed[kind]]
     media = []
     for part in (part for message in messages for part in message["content"] if part["type"] in _KINDS):
         kind, source, sampling = part["type"], part.pop("source", None), part.pop("sampling", {})
@@ -176,19 +184,3 @@ def _check_frame(frame, where: str, urls: bool) -> str:
     if not isinstance(frame, str):
         raise InputError(f"{where}: a frame of a video is {frame!r}, and must be a path")
     return _check_source(frame, "frame", where, urls)
-
-
-def _name_videos(parts: list[dict]) -> None:
-    """Where a row has videos, no images and no <video>, <image> stands for a video, as in LLaVA-Video's data."""
-    if not any(part["type"] == "video" for part in parts):
-        for part in parts:
-            part["type"] = "video"
-
-
-def _put_first(messages: list[dict], listed: dict[str, list]) -> None:
-    """Put the media of a kind that has no tags before the first user message's text."""
-    tagged = {part["type"] for message in messages for part in message["content"]}
-    user = next((message for message in messages if message["role"] == "user"), messages[0])
-    for kind in reversed(_KINDS):
-        if kind not in tagged:
-            user["content"][:0] = [{"type": kind} for _ in listed[kind]]

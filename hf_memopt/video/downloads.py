@@ -55,24 +55,21 @@ class Downloads:
         suffix = PurePosixPath(urlsplit(url).path).suffix[:8]
         path = self.folder / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}{suffix}"
         if not path.is_file():
-            self._download(url, path)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(self.folder)
+            # Written beside and renamed: another process may download the same file, or this one may end halfway.
+            handle, partial = tempfile.mkstemp(dir=self.folder, suffix=PARTIAL)
+            try:
+                with os.fdopen(handle, "wb") as file, _OPENER.open(url, timeout=_SECONDS) as response:
+                    self._copy(response, file, url)
+                os.replace(partial, path)
+            except InputError:
+                raise
+            except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
+                raise BadVideo(f"{display_url(url)}: cannot be downloaded ({one_line(error)})") from error
+            finally:
+                Path(partial).unlink(missing_ok=True)
         return path
-
-    def _download(self, url: str, path: Path) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(self.folder)
-        # Written beside and renamed: another process may download the same file, or this one may end halfway.
-        handle, partial = tempfile.mkstemp(dir=self.folder, suffix=PARTIAL)
-        try:
-            with os.fdopen(handle, "wb") as file, _OPENER.open(url, timeout=_SECONDS) as response:
-                self._copy(response, file, url)
-            os.replace(partial, path)
-        except InputError:
-            raise
-        except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
-            raise BadVideo(f"{display_url(url)}: cannot be downloaded ({one_line(error)})") from error
-        finally:
-            Path(partial).unlink(missing_ok=True)
 
     def _copy(self, response, file, url: str) -> None:
         """Copy within the size, whatever the server says about it."""

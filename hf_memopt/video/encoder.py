@@ -108,7 +108,10 @@ class Encoder:
         text, spans = self._expand(*self._write_durations(text, spans, media), media, where)
         tokens = self.processor.tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
         token_types = self._token_types(tokens["input_ids"])
-        labels = _label_spans(tokens["input_ids"], tokens["offset_mapping"], spans)
+        labels = [
+            token if any(start < last and first < end for first, last in spans) else IGNORED
+            for token, (start, end) in zip(tokens["input_ids"], tokens["offset_mapping"], strict=True)
+        ]
         sample = {"input_ids": torch.tensor(tokens["input_ids"]), "labels": torch.tensor(labels)}
         if self.processor.return_mm_token_type_ids:
             sample["mm_token_type_ids"] = token_types
@@ -179,14 +182,6 @@ class Encoder:
                 "max_pixels_per_frame"
             )
         return {name: value[:length] if name in TOKENS else value for name, value in sample.items()}
-
-
-def _label_spans(ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
-    """The id of every token that overlaps one of the spans (in characters, as offsets), IGNORED for the others."""
-    return [
-        token if any(start < last and first < end for first, last in spans) else IGNORED
-        for token, (start, end) in zip(ids, offsets, strict=True)
-    ]
 
 
 def _replace(text: str, spans, replacements: list[tuple[int, int, str]]):

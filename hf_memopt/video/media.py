@@ -117,7 +117,9 @@ class MediaEncoder:
         """
         limits = self._frame_limits(medium, self.limits.max_frames)
         if medium.kind == "image":
-            return self._encode_image(medium.source, limits)
+            image = open_image(self.open_source(medium.source))
+            height, width = limits.frame_size(image.height, image.width, 1)
+            return self._process("image", 0, images=[image.resize((width, height))])
         source = self._open_clip(medium)
         if isinstance(source, list):
             return read_frames(source, limits)
@@ -189,11 +191,6 @@ class MediaEncoder:
         # Some processors write timestamps from the metadata that others drop unless it is asked for.
         inputs = {"videos": videos, "video_metadata": [metadata], "do_sample_frames": False, "return_metadata": True}
         return replace(self._process("video", len(frames), **inputs), duration=clip.duration)
-
-    def _encode_image(self, source, limits: FrameLimits) -> EncodedMedium:
-        image = open_image(self.open_source(source))
-        height, width = limits.frame_size(image.height, image.width, 1)
-        return self._process("image", 0, images=[image.resize((width, height))])
 
     def _process(self, kind: str, frames: int, **media) -> EncodedMedium:
         """The processor's output for one medium alone: a prompt of its placeholder alone."""

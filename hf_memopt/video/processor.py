@@ -103,12 +103,6 @@ def settings_dict(part) -> dict[str, Any]:
     return part.settings if isinstance(part, TorchVideoProcessor) else vars(part)
 
 
-def _with_pixel_bounds(settings: dict[str, Any]) -> dict[str, int]:
-    """`size` with the older `min_pixels` and `max_pixels` in it, as transformers' video processors put them there."""
-    bounds = {"shortest_edge": settings.pop("min_pixels", None), "longest_edge": settings.pop("max_pixels", None)}
-    return {**settings["size"], **{edge: pixels for edge, pixels in bounds.items() if pixels is not None}}
-
-
 def _chat_template(name: str, tokenizer) -> str | None:
     file = cached_file(name, "chat_template.jinja", _raise_exceptions_for_missing_entries=False)
     if file:
@@ -151,7 +145,11 @@ class TorchVideoProcessor(PushToHubMixin):
         if "video_sampling" in own and "size" not in own:
             # SmolVLM. transformers 5.23 (video_processing_smolvlm.py) prefers `size`, which is the images', too.
             settings["size"] = own["video_sampling"]["video_size"]
-        settings["size"] = _with_pixel_bounds(settings)
+        bounds = {"shortest_edge": settings.pop("min_pixels", None), "longest_edge": settings.pop("max_pixels", None)}
+        settings["size"] = {
+            **settings["size"],
+            **{edge: pixels for edge, pixels in bounds.items() if pixels is not None},
+        }
         self.settings = settings
         self.merge_size = settings.get("merge_size", 1)
         self.temporal_patch_size = settings.get("temporal_patch_size", 1)

@@ -155,18 +155,10 @@ def outline_encoder(encode: Encoder) -> Encoder:
             alone, which needs the pixels.
     """
     media, processor = encode.media, copy.copy(encode.processor)
-    processor.video_processor = _shape_processor(processor.video_processor)
-    outline = copy.copy(encode)
-    shapes = OutlineEncoder(processor, media.limits, media.folder, media.downloads)
-    object.__setattr__(outline, "media", shapes)  # of a frozen dataclass
-    return outline
-
-
-def _shape_processor(processor) -> "ShapeProcessor":
-    if isinstance(processor, TorchVideoProcessor):
-        name, settings = processor.family.processor, processor.settings
+    if isinstance(processor.video_processor, TorchVideoProcessor):
+        name, settings = processor.video_processor.family.processor, processor.video_processor.settings
     else:
-        name, settings = type(processor).__name__, processor.to_dict()
+        name, settings = type(processor.video_processor).__name__, processor.video_processor.to_dict()
     model_type = next((key for key, family in FAMILIES.items() if family.processor == name), None)
     if model_type is None:
         raise InputError(
@@ -174,7 +166,11 @@ def _shape_processor(processor) -> "ShapeProcessor":
             "max_tokens_per_batch and train_sampling_strategy out"
         )
     # Compression depends on the pixels; without it, tokens are an upper bound.
-    return ShapeProcessor(model_type, {**settings, "use_token_compression": False})
+    processor.video_processor = ShapeProcessor(model_type, {**settings, "use_token_compression": False})
+    outline = copy.copy(encode)
+    shapes = OutlineEncoder(processor, media.limits, media.folder, media.downloads)
+    object.__setattr__(outline, "media", shapes)  # of a frozen dataclass
+    return outline
 
 
 class ShapeProcessor(TorchVideoProcessor):
@@ -205,7 +201,19 @@ class OutlineEncoder(MediaEncoder):
 
     def decode(self, medium: Medium) -> Clip | EncodedMedium:
         if medium.kind == "image":
-            return self._image(medium)
+            # A blank image of the same size: its text depends on nothing else.
+            from PIL import Image
+
+            height, width = image_size(self.open_source(medium.source))
+            size = self._frame_limits(medium, self.limits.max_frames).frame_size(height, width, 1)
+            if size not in self.images:
+                encoded = self._process("image", 0, images=[Image.new("RGB", size[::-1])])
+                shapes = {
+                    name: value.to("meta") if value.is_floating_point() else value
+                    for name, value in encoded.tensors.items()
+                }
+                self.images[size] = replace(encoded, tensors=shapes)
+            return self.images[size]
         outline = self.outline(medium)
         indices = numpy.linspace(0, outline.total - 1, outline.frames).round().astype(int).tolist()
         seconds = tuple(index / outline.rate for index in indices)
@@ -220,18 +228,3 @@ class OutlineEncoder(MediaEncoder):
         shape = (len(clip.frames), 3, clip.height, clip.width)
         blank = numpy.lib.stride_tricks.as_strided(numpy.zeros(1, numpy.uint8), shape, (0, 0, 0, 0))  # takes one byte
         return self._encode_clip(replace(clip, frames=blank))
-
-    def _image(self, medium: Medium) -> EncodedMedium:
-        """A blank image of the same size: its text depends on nothing else."""
-        from PIL import Image
-
-        height, width = image_size(self.open_source(medium.source))
-        size = self._frame_limits(medium, self.limits.max_frames).frame_size(height, width, 1)
-        if size not in self.images:
-            encoded = self._process("image", 0, images=[Image.new("RGB", size[::-1])])
-            shapes = {
-                name: value.to("meta") if value.is_floating_point() else value
-                for name, value in encoded.tensors.items()
-            }
-            self.images[size] = replace(encoded, tensors=shapes)
-        return self.images[size]
