@@ -92,19 +92,15 @@ def _watch(process: psutil.Popen, limits: Limits) -> None:
     while process.poll() is None:
         if time.monotonic() > end:
             raise InputError(f"more than {limits.seconds:.0f} s: ask for a smaller model, or on a machine of your own")
-        if _resident(process) > limits.memory_bytes:
+        total = 0
+        for member in _family(process):
+            try:
+                total += member.memory_info().rss
+            except psutil.Error:  # ended meanwhile
+                continue
+        if total > limits.memory_bytes:
             raise InputError(f"more than {size(limits.memory_bytes)} of memory: ask on a machine of your own")
         time.sleep(_POLL_SECONDS)
-
-
-def _resident(process: psutil.Popen) -> int:
-    total = 0
-    for member in _family(process):
-        try:
-            total += member.memory_info().rss
-        except psutil.Error:  # ended meanwhile
-            continue
-    return total
 
 
 def _family(process: psutil.Popen) -> list[psutil.Process]:

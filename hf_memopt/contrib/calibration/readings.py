@@ -19,7 +19,9 @@ def accelerator() -> str:
 def driver_bytes() -> dict[str, int]:
     """Bytes of every card that its driver has given to anybody, by card. Starts neither CUDA nor ROCm, whose context
     is to be measured."""
-    return {**_nvidia_bytes(), **_amd_bytes()}
+    # Memory by PCI address, from the amdgpu driver's files: neither amdsmi nor rocm-smi need be installed.
+    files = Path("/sys/bus/pci/devices").glob("*/mem_info_vram_used")
+    return {**_nvidia_bytes(), **{file.parent.name: int(file.read_text()) for file in files}}
 
 
 def _nvidia_bytes() -> dict[str, int]:
@@ -37,12 +39,6 @@ def _nvidia_bytes() -> dict[str, int]:
         }
     finally:
         pynvml.nvmlShutdown()
-
-
-def _amd_bytes() -> dict[str, int]:
-    """Memory by PCI address, from the amdgpu driver's files: neither amdsmi nor rocm-smi need be installed."""
-    files = Path("/sys/bus/pci/devices").glob("*/mem_info_vram_used")
-    return {file.parent.name: int(file.read_text()) for file in files}
 
 
 def this_card(used: dict[str, int]) -> str:

@@ -93,7 +93,9 @@ class Base:
                 if name in statistics or _STATE in name:
                     continue
                 if name in states:
-                    dtype = _dtype_of_state(file.get_tensor(states[name]))
+                    from bitsandbytes.utils import unpack_tensor_to_dict
+
+                    dtype = getattr(torch, unpack_tensor_to_dict(file.get_tensor(states[name]))["dtype"])
                     self.tensors[name] = Stored(path, None, dtype, states[name])
                     continue
                 part = file.get_slice(name)
@@ -102,12 +104,6 @@ class Base:
                         f"{path}: {name} is stored as {part.get_dtype()}: give --base an unquantized model"
                     )
                 self.tensors[name] = Stored(path, tuple(part.get_shape()), DTYPES[part.get_dtype()])
-
-
-def _dtype_of_state(state: torch.Tensor) -> torch.dtype:
-    from bitsandbytes.utils import unpack_tensor_to_dict
-
-    return getattr(torch, unpack_tensor_to_dict(state)["dtype"])
 
 
 def _files(folder: Path) -> Iterator[Path]:

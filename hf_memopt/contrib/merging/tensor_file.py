@@ -36,7 +36,14 @@ def write_tensors(
         ValueError: a tensor is not what the layout says.
     """
     with path.open("wb") as file:
-        file.write(_header(layout))
+        entries: dict = {"__metadata__": {"format": "pt"}}  # transformers refuses files without a format
+        end = 0
+        for name, (shape, dtype) in layout.items():
+            begin, end = end, end + count_bytes(shape, dtype)
+            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNED)
+        file.write(len(text).to_bytes(8, "little") + text)
         for (name, (shape, dtype)), tensor in zip(layout.items(), tensors, strict=True):
             if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
                 raise ValueError(
@@ -45,17 +52,6 @@ def write_tensors(
             if tensor.numel():
                 # NumPy has no bfloat16: the bytes are written through a view.
                 file.write(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
-
-
-def _header(layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
-    entries: dict = {"__metadata__": {"format": "pt"}}  # transformers refuses files without a format
-    end = 0
-    for name, (shape, dtype) in layout.items():
-        begin, end = end, end + count_bytes(shape, dtype)
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNED)
-    return len(text).to_bytes(8, "little") + text
 
 
 def count_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:

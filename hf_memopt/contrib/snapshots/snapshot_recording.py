@@ -97,7 +97,19 @@ def parse_recording(snapshot: dict[str, Any]) -> Recording:
             "the snapshot has no allocations: recording was not on (torch.cuda.memory._record_memory_history, or "
             "SnapshotCallback)"
         )
-    _assign_kinds(recording, owners)
+    # Set each allocation's kind: its owner's, else by the phase that made it and the one that freed it.
+    by_address, phases = defaultdict(list), {}
+    for owner in sorted(owners, key=lambda owner: owner.moment):
+        by_address[owner.address].append(owner)
+    for allocation in recording.allocations:
+        candidates = by_address.get(allocation.address, ())
+        first = bisect_left(candidates, allocation.began, key=lambda owner: owner.moment)
+        if first < len(candidates) and candidates[first].moment < allocation.ended:
+            allocation.kind, allocation.name = candidates[first].kind, candidates[first].name
+        else:
+            if id(allocation.frames) not in phases:  # once for all allocations that share the stack
+                phases[id(allocation.frames)] = phase_by_frames(allocation.frames)
+            allocation.kind = _kind(recording, allocation, bool(by_address), phases[id(allocation.frames)])
     return recording
 
 
@@ -235,22 +247,6 @@ def _active_blocks(segments) -> Iterable[tuple[int, int, dict[str, Any]]]:
             if block["state"].startswith("active"):
                 yield address if block["address"] is None else block["address"], block["requested_size"], block
             address += block["size"]
-
-
-def _assign_kinds(recording: Recording, owners: list[_Owner]) -> None:
-    """Set each allocation's kind: its owner's, else by the phase that made it and the one that freed it."""
-    by_address, phases = defaultdict(list), {}
-    for owner in sorted(owners, key=lambda owner: owner.moment):
-        by_address[owner.address].append(owner)
-    for allocation in recording.allocations:
-        candidates = by_address.get(allocation.address, ())
-        first = bisect_left(candidates, allocation.began, key=lambda owner: owner.moment)
-        if first < len(candidates) and candidates[first].moment < allocation.ended:
-            allocation.kind, allocation.name = candidates[first].kind, candidates[first].name
-        else:
-            if id(allocation.frames) not in phases:  # once for all allocations that share the stack
-                phases[id(allocation.frames)] = phase_by_frames(allocation.frames)
-            allocation.kind = _kind(recording, allocation, bool(by_address), phases[id(allocation.frames)])
 
 
 def _kind(recording: Recording, allocation: Allocation, owned: bool, stack_phase: str) -> str:
