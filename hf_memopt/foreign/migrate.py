@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError, brief
 from hf_memopt.files import from_here, shipped
-from hf_memopt.foreign.translate import Translation
+from hf_memopt.foreign.translate import EVALUATION, Translation
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.presets.accelerate_config import yaml_text
 from hf_memopt.stack.vocabulary import written
@@ -16,7 +16,6 @@ from hf_memopt.stack.vocabulary import written
 RECIPES = {None: "sft", "causal-lm": "sft", "sft": "sft", "dpo": "dpo", "grpo": "grpo"}
 # Engines are started by accelerate.
 _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
-_EVALUATION = ("eval_strategy", "do_eval")  # a recipe's own, on rows that it holds out
 _RENAMED = {"cpu_offload": "offload_params"}  # keys of fsdp_config -> the launcher's
 
 
@@ -50,7 +49,7 @@ def recipe_arguments(spec: JobSpec, translation: Translation) -> dict[str, Any]:
     values = {
         **own,
         **translation.run,
-        **{k: v for k, v in spec.training.items() if k not in (*_ENGINES, *_EVALUATION)},
+        **{k: v for k, v in spec.training.items() if k not in (*_ENGINES, *EVALUATION)},
     }
     values |= {name: getattr(spec.memory_args, name) for name in sorted(spec.named)}
     values |= {"lora": dict(spec.lora), "quantization": dict(spec.quantization)}

@@ -37,7 +37,7 @@ _COMPARED = dict.fromkeys(
 )
 # Parts of a micro-batch -> our field of their tokens, and the tokens of the largest where their number is not set (0).
 _PARTS = {"loss_chunks": ("loss_chunk_size", 1), "mlp_tiles": ("mlp_tile_size", 32768)}
-_EVALUATION = {"training.eval_strategy", "training.do_eval"}  # of which a recipe has its own
+EVALUATION = ("eval_strategy", "do_eval")  # a recipe's own, on rows that it holds out
 _COMPLETION = 512  # max_completion_length by default, in ms-swift and in TRL 1.16
 
 
@@ -268,5 +268,5 @@ def _set(result: Translation, row: Row, key: str, value: Any, folder: Path, give
         result.translated[key] = row.to or ", ".join(row.also)
     changed = row.effect == "none" and as_text(ours) != as_text(value)
     unwritten = row.effect in ("none", "approximated") and (changed or not (row.to or row.also))
-    if given and (unwritten or _EVALUATION.intersection((row.to, *row.also))):
+    if given and (unwritten or {f"training.{name}" for name in EVALUATION} & {row.to, *row.also}):
         result.unwritten.append(key)
