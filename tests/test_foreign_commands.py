@@ -32,7 +32,7 @@ _SWIFT = "swift sft --model Qwen/Qwen3-0.6B --max_length 512"
 _OK = {"model": "Qwen/Qwen3-0.6B"}
 
 # Command -> fields of ours, or words of the sentence that refuses it.
-_COMMANDS = {
+COMMANDS = {
     # Overrides after a file, as its tool reads them.
     "llamafactory-cli train lf.yaml per_device_train_batch_size=8 cutoff_len=8192": {_BATCH: 8, "seq_len": 8192},
     "llamafactory-cli train lf.json cutoff_len=256": {"seq_len": 256},
@@ -154,15 +154,19 @@ _COMMANDS = {
 @pytest.fixture(autouse=True)
 def _files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+
+
+def write_files(folder):
     for name, text in _FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
 
 
 def test_a_command_is_read_whole_or_refused(subtests):
-    for text in _COMMANDS:
+    for text in COMMANDS:
         with subtests.test(text=text):
-            expected = _COMMANDS[text]
+            expected = COMMANDS[text]
             assert is_source(text)
             if isinstance(expected, str):
                 with pytest.raises(InputError, match=expected) as raised:
@@ -175,9 +179,9 @@ def test_a_command_is_read_whole_or_refused(subtests):
 
 
 def test_another_word_is_never_dropped(subtests):
-    for text in [text for text in _COMMANDS if not set(text) & set("\n;|&<#'\"$")]:
+    for text in [text for text in COMMANDS if not set(text) & set("\n;|&<#'\"$")]:
         with subtests.test(text=text):
-            if isinstance(_COMMANDS[text], str):
+            if isinstance(COMMANDS[text], str):
                 continue
             words = text.split(" ")
             for at in range(len(words) + 1):

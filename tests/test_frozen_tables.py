@@ -1,0 +1,468 @@
+"""What functions answer over grids of inputs, looked at once and frozen: each border and each sentence is in them."""
+
+import itertools
+import random
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import frozen
+import pytest
+
+from hf_memopt.errors import InputError
+from hf_memopt.units import GIB, MIB, read_bytes, read_number, size
+
+FOLDER = Path(__file__).parent
+
+
+def told(function: Callable, *args, **kwargs):
+    """What a function returns, or the sentence that refuses it."""
+    try:
+        return function(*args, **kwargs)
+    except InputError as error:
+        return f"error: {str(error).partition('. ')[0] if str(error).startswith('unknown ') else error}"
+
+
+def checked(name: str, found: dict) -> None:
+    """Frozen as texts, a line each."""
+    frozen.check(name, {str(key): str(value) for key, value in found.items()})
+
+
+# ---- other tools' files and commands
+
+
+def translated(source) -> dict:
+    """All that a translation says."""
+    translation = source.translate()
+    said = ("fields", "run", "translated", "neutral", "unwritten")
+    remarks = ("approximated", "refused", "unknown")
+    return {
+        **{name: getattr(translation, name) for name in said},
+        **{name: [str(remark) for remark in getattr(translation, name)] for name in remarks},
+        "faults": [text for _, text in translation.faults()],
+        "engine": source.engine,
+        "label": source.label,
+    }
+
+
+def test_files_of_other_tools(monkeypatch):
+    from hf_memopt.foreign.source import read_source
+
+    monkeypatch.chdir(FOLDER)
+    names = tomllib.loads(Path("foreign_configs/expected.toml").read_text(encoding="utf-8"))
+    found = {name: told(lambda: translated(read_source(f"foreign_configs/{name}"))) for name in names}  # noqa: B023
+    frozen.check("foreign_files", found)
+
+
+def test_commands_of_other_tools(tmp_path, monkeypatch):
+    import test_foreign_commands
+
+    from hf_memopt.foreign.source import read_source
+
+    test_foreign_commands.write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def said(text: str) -> dict:
+        source = read_source(text)
+        command, whole = source.command, translated(source)
+        parts = ("settings", "config", "style", "environment", "folder", "launch")
+        return {
+            "fields": whole["fields"],
+            "remarks": [*whole["approximated"], *whole["faults"], *whole["neutral"]],
+            **{name: str(getattr(command, name)) for name in parts},
+            "arguments": [[one.key, str(one.value), text[one.start : one.end]] for one in command.arguments],
+        }
+
+    frozen.check("foreign_commands", {text: told(said, text) for text in test_foreign_commands.COMMANDS})
+
+
+def test_advice_on_logs():
+    from hf_memopt.reports.advice import advise_on_text
+
+    found = {}
+    for path in sorted((FOLDER / "logs").glob("*.txt")):
+        advice = advise_on_text(path.read_text(encoding="utf-8", errors="replace"))
+        found[path.stem] = advice and advice.to_dict()
+    frozen.check("advice", found)
+
+
+# ---- devices
+
+DEVICES = (
+    *("t4", "v100_pcie_16gb", "rtx_3060", "rtx_4090", "a100_80gb", "h100_80gb", "h200_141gb", "b200"),
+    *("mi300x", "apple_m2_16gb", "cpu", "rtx_5090", "rx_7900_xtx", "l40s", "gh200_96gb"),
+)
+
+
+def devices():
+    from hf_memopt.hardware.catalog import catalog
+
+    return {name: catalog()[name] for name in DEVICES if name in catalog()}
+
+
+def test_rates_of_attention():
+    from hf_memopt.hardware.attention_kernels import attention_kernel, attention_rate
+
+    asked = (None, "sdpa", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn3@main", "eager")
+    found = {}
+    for (name, device), implementation, element, masked in itertools.product(
+        devices().items(), asked, (2, 4), (False, True)
+    ):
+        kernel = attention_kernel(device, implementation, element, masked)
+        rates = [
+            frozen.figures(attention_rate(device, kernel, element, head, keys, backward))
+            for head, keys, backward in ((64, 200, False), (128, 8192, True), (192, 600, False), (256, 1024, True))
+        ]
+        found[f"{name} {implementation} {element} {masked}"] = f"{kernel}: {rates}"
+    checked("attention_rates", found)
+
+
+def test_seconds_of_links():
+    from hf_memopt.hardware.links import Links
+
+    checked(
+        "links",
+        {
+            f"{name} {ranks} {in_box}": frozen.figures(Links(device, ranks).seconds(10**9, 33, in_box))
+            for (name, device), ranks, in_box in itertools.product(
+                devices().items(), (1, 2, 4, 8, 9, 16, 64), (False, True)
+            )
+        },
+    )
+
+
+def test_seconds_of_kernels():
+    from hf_memopt.estimator.accounting.work import Attention, Kernel
+    from hf_memopt.estimator.speed import has_rates, kernel_seconds, memory_rate, peak_rate
+
+    kinds = {
+        "small": Kernel(False, 10, 10),
+        "matmul": Kernel(False, 10**12, 10**7, 2),
+        "thin matmul": Kernel(False, 10**9, 10**9, 2),
+        "wide matmul": Kernel(False, 10**12, 10**7, 4),
+        "moved": Kernel(False, 0, 10**9),
+        "cached": Kernel(False, 0, 2 * 10**7),
+        "convolution": Kernel(False, 10**12, 10**6),
+        "attention": Kernel(False, 10**12, 10**6, 0, Attention(128, 2048, 2, True)),
+        "wide attention": Kernel(False, 10**12, 10**6, 0, Attention(128, 2048, 4, False, True)),
+        "optimizer": Kernel(True, 0, 10**9),
+    }
+    found = {}
+    for name, device in devices().items():
+        known = (has_rates(device), frozen.figures(memory_rate(device)), peak_rate(device))
+        found[name] = f"{known}"
+        for (kind, kernel), cached in itertools.product(kinds.items(), (0.0, 1.0)):
+            seconds = kernel_seconds({kernel: 7}, device, None, cached)
+            found[f"{name} {kind} {cached}"] = [frozen.figures(one) for one in seconds]
+    checked("kernel_seconds", found)
+
+
+def test_memory_of_a_device_beside_the_allocator():
+    from hf_memopt.estimator import overheads
+    from hf_memopt.estimator.accounting.ledger import Peak
+
+    found = {}
+    for name, device in devices().items():
+        peaks = {"load": Peak(5, {}), "eval: x": Peak(7, {"logits": 3, "activations": 4}, 1, 5 * GIB)}
+        overheads.add_workspace(peaks, device)
+        overheads.add_kept_logits(peaks, 11)
+        overheads.add_concatenation(peaks, 20)
+        found[name] = [
+            overheads.context(device),
+            *peaks.values(),
+            *(overheads.paged_on_device(part * device.memory // 8, peaks, device) for part in (0, 6, 8, 9)),
+            *(line for expands in (True, False) for line in overheads.measured_memory(device, expands)),
+        ]
+    checked("device_overheads", found)
+
+
+def test_words_for_cards():
+    from hf_memopt.hardware.catalog import read_devices
+
+    cards = ("4090", "RTX 4090", "A100", "a100 80", "H100 PCIe", "T4", "V100s", "MI300x", "3080 Ti", "RTX 4060Ti 16GB")
+    cards += ("M2", "macbook air m2", "colab", "Tesla T4 (Colab)")
+    forms = (
+        "{}",
+        "2x {}",
+        "{}x8",
+        "{} (4 GPUs)",
+        "8 {}",
+        "{}:2",
+        "0x{}",
+        "2000x {}",
+        "{} 16",
+        "two {}",
+        "my {} laptop",
+    )
+    forms += ("{} 24gb", "{}, {}", "{} and T4", "2 nodes of 8x{}", "x2 {}", "{} or 3090", "24564MiB {}")
+    series = ("rtx", "rtx 30", "16GB", "4", "6000", "nothing", "24gb", "2x 16GB", "apple", "8x rtx")
+    texts = [*series, *(form.format(card, card) for form in forms for card in cards)]
+    checked("words_for_cards", {text: told(read_devices, text) for text in texts})
+
+
+# ---- the allocator
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_what_the_allocator_reserves(expandable):
+    from hf_memopt.estimator.allocator.caching import CachingAllocator
+
+    found = {}
+    for seed, limit in itertools.product(range(6), (None, 300 * MIB)):
+        draw, allocator, held, seen = random.Random(seed), CachingAllocator(expandable, limit), [], []
+        for number in range(400):
+            if held and draw.random() < (0.45 if number < 250 else 0.55):
+                allocator.release(held.pop(draw.randrange(len(held))))
+            else:
+                scale = draw.choice((300, 5_000, MIB, MIB + 1, 6 * MIB, 10 * MIB, 23 * MIB))
+                held.append(allocator.allocate(draw.randint(scale // 2, scale)))
+            if number % 8 == 0:
+                seen.append(allocator.reserved // MIB)
+        found[f"{seed} {limit}"] = [seen, allocator.peak, sorted((one.address, one.size) for one in held)[::5]]
+    checked(f"allocator_{expandable}", found)
+
+
+# ---- frames
+
+
+def test_frames_of_a_clip():
+    from hf_memopt.video.frame_limits import FrameLimits, Sampling
+
+    samplings = (
+        {}, {"fps": 1}, {"fps": 30.0}, {"nframes": 3}, {"nframes": 9, "max_frames": 6}, {"min_frames": 7, "fps": 0.1},
+        {"max_frames": 5}, {"min_pixels": 90_000}, {"max_pixels": 20_000}, {"total_pixels": 500_000},
+        {"total_pixels": 100, "min_pixels": 3_000},
+        {"total_pixels": 10**6, "max_pixels": 50_000, "min_pixels": 60_000},
+    )  # fmt: skip
+    limits = ({}, {"max_frames": None, "fps": 2}, {"max_frames": 7, "multiple_of": 2}, {"fps": 0.5, "multiple_of": 4})
+    limits += ({"max_pixels": 10_000, "side_multiple": 28, "multiple_of": 2},)
+    found = {}
+    for sampling, more in itertools.product(samplings, limits):
+        asked = FrameLimits(**more, sampling=Sampling(**sampling))
+        counts = [
+            asked.count(total, seconds) for total, seconds in ((1, 0.04), (3, 1), (10, 4), (150, 6), (3000, 100))
+        ]
+        sizes = [asked.frame_size(*shape) for shape in ((360, 640, 8), (50, 31, 1), (2000, 20, 3), (1080, 1920, 64))]
+        found[f"{sampling} {more}"] = f"{counts} {sizes} {asked.pixel_bounds(6)}"
+    checked("frame_limits", found)
+
+
+def test_sampling_that_cannot_be():
+    from hf_memopt.video.frame_limits import FrameLimits, Sampling, parse_frame_size
+
+    found = {}
+    for name, value in itertools.product(
+        ("fps", "nframes", "min_frames", "max_pixels", "video_start", "sample_fps"),
+        (None, 0, 1, 2.5, 3.0, -1, True, "2", float("inf")),
+    ):
+        found[f"{name} {value!r}"] = told(Sampling, **{name: value})
+    for both in ({"fps": 1, "nframes": 2}, {"video_start": 2, "video_end": 2}, {"video_end": 1}, {"video_start": 3}):
+        found[str(both)] = told(Sampling, **both)
+    for outer, inner in (({"fps": 1}, {"nframes": 2}), ({"fps": 1, "x": 2}, {"fps": None}), ({"fps": 0}, {})):
+        found[f"{outer} {inner}"] = told(Sampling.read, outer, inner, "row 1")
+    for name, value in itertools.product(("max_frames", "fps", "max_pixels"), (None, 0, -1, 1)):
+        found[f"limit {name} {value}"] = told(FrameLimits, **{name: value})
+    for text in ("640x360", "640×360", " 2 x 3 ", "0x4", "4x0", "4", "1x2x3", "ax2"):
+        found[text] = told(parse_frame_size, text)
+    checked("sampling", found)
+
+
+def test_sizes_that_processors_scale_to():
+    from hf_memopt.video.pixels import FAMILIES
+
+    shapes = ((4, 360, 640), (3, 1080, 1920), (64, 720, 480), (1, 20, 31), (5, 30, 3000), (200, 480, 480))
+    changes = ({}, {"cap_pixels_per_frame": True}, {"cap_pixels_per_frame": True, "max_video_tokens": 300})
+    found = {}
+    for (name, family), change in itertools.product(FAMILIES.items(), changes):
+        steps = [family.resize_steps({**family.defaults, **change}, *shape) for shape in shapes]
+        found[f"{name} {change}"] = f"{steps} {family.text_tokens}"
+    checked("frame_sizes", found)
+
+
+# ---- values, units, rows
+
+
+def test_values_of_fields():
+    from transformers import TrainingArguments
+
+    from hf_memopt.field_values import fit, hints_of
+
+    names = (
+        "bf16", "learning_rate", "max_steps", "seed", "save_steps", "optim", "eval_strategy", "report_to", "fsdp",
+        "per_device_train_batch_size", "adam_beta1", "run_name", "max_grad_norm", "lr_scheduler_kwargs", "log_level",
+        "num_train_epochs", "dataloader_num_workers", "eval_delay", "torch_empty_cache_steps", "label_names",
+    )  # fmt: skip
+    values = (
+        True, False, None, 0, 1, 2, -1, -2, 1.0, 0.5, 1.5, 2**31, 2**63, float("nan"), "1", "0", "yes", "no", "2k",
+        "1e-4", "AdamW_Torch", "steps", "", "abc", [], ["a"], ["a", 1], {"a": 1}, "1_000", "3 GB", 1025,
+    )  # fmt: skip
+    hints = hints_of(TrainingArguments)
+    checked(
+        "field_values",
+        {f"{name}={value!r}": told(fit, hints, {name: value}, "x: ") for name in names for value in values},
+    )
+    own = {"max_length": int, "loss_chunk_size": int, "max_memory_gib": float, "frame_cache_gib": float, "seed": int}
+    texts = ("2k", "1.5k", "24GB", "3 GiB", "512M", "2,048", "1", "-1", "0", "12 tokens", "2k tokens", "1e3", "10**3")
+    checked("own_values", {f"{name}={text}": told(fit, own, {name: text}) for name in own for text in texts})
+
+
+def test_numbers_and_sizes():
+    from hf_memopt.estimator.duration import Amount, duration, parse_count, run_duration, time_text, two_digits
+
+    found = {}
+    for text in (
+        "10M",
+        "2.5B",
+        "300k",
+        "1e9",
+        "2,048",
+        "20,48",
+        "1_000",
+        "2k tokens",
+        "3 bn",
+        "5t",
+        "k",
+        "",
+        "1.5",
+        "-3",
+    ):
+        read = [read_number(text), read_number(text, 1024, "max_length"), read_number(text, of="samples")]
+        found[text] = [*read, read_bytes(text), told(parse_count, text, "tokens")]
+    for text in ("24GB", "24 GiB", "512M", "1.5tb", "7 kib", "3 bytes", "G", "1_0 k"):
+        found[text] = read_bytes(text)
+    for value in (None, 0, 1, 1023, 1024, 1075, 2**20 - 1, 2**20, 2**30 - 1, 2**30, 5 * 2**40, -(2**21), 53.7 * 2**20):
+        found[f"size {value}"] = [size(value), size(value, 2**30), size(value, 2**20)]
+    for value in (1e-4, 0.5, 0.9994, 1, 89.9, 90, 91.4, 5399, 5400, 48 * 3600 - 1, 48 * 3600, 1e7, 123456789):
+        found[f"time {value}"] = [time_text(value), two_digits(value)]
+    found["duration"] = [duration(10**9, 5e3, 2.5, 8), duration(7, 2.0), run_duration(100, 3.6, 2.0, 4)]
+    found["unknown"] = [run_duration(None, 1.0), run_duration(1, None)]
+    for asked in (
+        {}, {"tokens": 5}, {"samples": 3}, {"samples": 3, "epochs": 1.5}, {"epochs": 2}, {"tokens": 1, "epochs": 1},
+        {"price": 2}, {"tokens": 1, "samples": 1}, {"samples": 2, "price": 1},
+    ):  # fmt: skip
+        amount = told(Amount, **asked)
+        counts = amount if isinstance(amount, str) else (amount.count_samples(), amount.count_tokens(10))
+        found[f"amount {asked}"] = counts
+    checked("numbers", found)
+
+
+ROWS = (
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    {"messages": [{"role": "user", "content": "a"}]},
+    {"messages": []},
+    {"messages": "a"},
+    {"messages": [{"role": "assistant", "content": "b"}, {"role": "user", "content": "a"}]},
+    {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "b"}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "narrator", "content": "b"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "model", "content": "b"}]},
+    {"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": "b"}]},
+    {"messages": [{"role": "user", "content": "a", "weight": 0}, {"role": "assistant", "content": "b", "weight": 1}]},
+    {"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
+    {"messages": [{"role": "system", "content": "t"}, {"role": "user", "content": "a"}], "system": "s"},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "system": "s",
+     "system_prompt": "t"},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+     "tools": [{"function": {"name": "f", "x": None}}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": "{"},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "videos": ["v"]},
+    {"prompt": "a", "completion": "b"},
+    {"prompt": "a", "completion": ""},
+    {"prompt": ["a"], "completion": "b"},
+    {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
+    {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "user", "content": "b"}]},
+    {"instruction": "a", "input": "i", "output": "b"},
+    {"instruction": "a", "output": None},
+    {"text": "a"},
+    {"text": "\u2800 "},
+    {"text": None},
+    {"chosen": "a", "rejected": "b", "prompt": "p"},
+    {"chosen": "a", "rejected": "a", "prompt": "p"},
+    {"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}],
+     "prompt": [{"role": "user", "content": "p"}]},
+    {"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]},
+    {"chosen": [{"role": "user", "content": "p"}], "rejected": [{"role": "user", "content": "p"}, {"role": "user",
+     "content": "q"}]},
+    {"chosen": "a", "rejected": [{"role": "assistant", "content": "b"}]},
+    {"label": 1, "text": "a", "weight": 2},
+)  # fmt: skip
+
+
+def test_rows_of_every_form():
+    from hf_memopt.data.chat import find_answer_kind, read_answer
+    from hf_memopt.data.columns import FORMS, find_form, find_refused, find_unused
+    from hf_memopt.data.pairs import check_pair, check_prompt
+    from hf_memopt.data.turns import is_blank, joined_text, read_tools
+
+    found = {}
+    for row in ROWS:
+        form, names = find_form(row), tuple(row)
+        of_form = [told(read_answer, row, "row 3", form, find_answer_kind([row], form))] if form else []
+        if {"chosen", "rejected"} <= row.keys():
+            of_form += [told(check_pair, row, "row 3"), told(check_pair, row, "row 3", None, False)]
+        if "prompt" in row:
+            of_form.append(told(check_prompt, row, "row 3", ("prompt",)))
+        unused = [
+            (find_refused(names, one, media), find_unused(names, one, media)) for one in FORMS for media in (0, 1)
+        ]
+        found[str(row)] = [form, *of_form, told(read_tools, row, "row 3"), *(unused if len(names) > 2 else ())]
+    for content in (
+        None,
+        "",
+        " ",
+        "a",
+        ["a", {"type": "text", "text": "b"}],
+        [],
+        [{"type": "image"}],
+        {"text": ""},
+        3,
+    ):
+        found[str(content)] = [is_blank(content), told(joined_text, content, "row 1")]
+    checked("rows", found)
+
+
+def test_packs():
+    """Best-fit decreasing, by trying every pack."""
+    from hf_memopt.data.sample_batches import pack_best_fit
+
+    for seed in range(40):
+        draw = random.Random(seed)
+        lengths = [draw.randint(1, 50) for _ in range(draw.randint(0, 60))]
+        packs: list[list[int]] = []
+        for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+            sizes = [sum(lengths[one] for one in pack) for pack in packs]
+            fitting = [place for place, held in enumerate(sizes) if held + lengths[index] <= 50]
+            if not fitting:
+                packs.append([index])
+                continue
+            packs[max(fitting, key=lambda place: (sizes[place], -place))].append(index)
+        assert pack_best_fit(lengths, 50) == packs
+
+
+def test_texts_without_secrets():
+    from hf_memopt.redaction import is_secret, redact, redact_argv, redact_text
+
+    names = ("hub_token", "hubToken", "pad_token", "token_ids", "api_key", "keys", "API-KEY", "wandb_key_id", "monkey")
+    names += ("passwd", "max_tokens", "aws_secret_access_key", "x_key", "key_x", "credentials", "push_to_hub_token")
+    texts = (
+        "hf_" + "a" * 16,
+        "hf_" + "a" * 15,
+        "token=abc",
+        "my token is x",
+        "--hub_token abc --n 3",
+        "api_key: 'x y'",
+    )
+    texts += (
+        "https://u:p@h/x",
+        "Authorization: Bearer abc",
+        '"password": "a", "n": 2',
+        "sk-" + "b" * 16,
+        "ghp_" + "c" * 20,
+    )
+    found = {
+        **{name: is_secret(name) for name in names},
+        **{text: [redact_text(text), redact_argv(text.split())] for text in texts},
+        "nested": redact({"a": {"hub_token": "x", "b": ["token=y", 3]}, "token": None, "api_key": True, "t": ("z",)}),
+    }
+    checked("secrets", found)
