@@ -136,9 +136,9 @@ def nothing_frozen():
     freeze_imports()
 
 
-# Cases of one test in a run, and how many runs it takes for each test to have its turn: make test has 3 minutes,
-# make test-long 15.
-_KEPT = {None: 5, "engines": 2, "pages": 2, "slow": 1}
+# Cases of one test in a run (of a quick one all, unless it says drawn), and how many runs it takes for each test to
+# have its turn: make test has 3 minutes, make test-long 15.
+_KEPT = {"engines": 2, "pages": 2, "slow": 1}
 _TURNS = {None: 1, "engines": 3, "pages": 3, "slow": 6}
 _SLICES = 60  # of the sweeps, one of which each CI run takes
 
@@ -167,7 +167,7 @@ def pytest_collection_modifyitems(items):
         kind = next((kind for kind in ("engines", "pages", "slow") if kind in marks), None)
         if not marks & {"sweep", "kept", "cuda"}:
             drawn = item.get_closest_marker("drawn")
-            most = _KEPT[kind] if drawn is None else min(drawn.args[0], _KEPT[kind] if kind else len(items))
+            most = min(drawn.args[0] if drawn else len(items), _KEPT.get(kind, len(items)))
             tests.setdefault((item.nodeid.split("[")[0], kind, most), []).append(item)
     for (name, kind, most), cases in tests.items():
         if (_number(name) - _number(drawn_by())) % _TURNS[kind]:

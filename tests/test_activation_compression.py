@@ -43,6 +43,7 @@ def step(model, half: bool = False):
     return loss.detach(), torch.cat(grads)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("name", "half", "checkpointed"),
     [

@@ -46,6 +46,7 @@ def test_every_device_and_engine_that_works_has_a_job():
     assert {job.setup.strategy for job in RUNNABLE} == set(ENGINES)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("job", RUNNABLE, ids=lambda job: "-".join((job.setup.device, job.setup.strategy)))
 def test_no_proposal_is_refused(job):
     proposed = list(proposals(job, TABLE.values()))
@@ -95,6 +96,7 @@ def test_advice_fits_the_device_that_a_message_names(message, device):
             assert not any("8bit" in text or "zero" in text or "PYTORCH_ALLOC_CONF" in text for text in texts)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", list_presets())
 def test_a_plan_chooses_nothing_that_is_refused(name):
     from hf_memopt.estimator.architectures import load_config

@@ -78,6 +78,7 @@ def results(model, **more):
     }
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("items", [None, torch.tensor(40)])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_loss_and_gradients_are_the_reference(name, items):

@@ -57,6 +57,7 @@ def test_hf_memopt_is_an_extension_of_hf(command, tmp_path, monkeypatch):
     assert started == [[str(BIN / "hf-memopt"), "--version"]]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("shell", "typed", "count", "found"),
     [
@@ -248,6 +249,7 @@ def test_doctor_checks_every_shipped_file():
     assert len(done.stdout.splitlines()) == len(files)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -26,6 +26,7 @@ def test_there_is_something_to_test():
     assert len(YAMLS) >= 30 and len(JSONS) == 7
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
 def test_yaml_is_what_accelerate_reads(path):
     from accelerate.commands.config.config_args import load_config_from_file

@@ -197,6 +197,7 @@ ADAPTED = [
 ]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(("kind", "sizes", "task", "task_type", "labels"), ADAPTED)
 def test_a_presets_adapters_are_those_of_the_models_task(kind, sizes, task, task_type, labels):
     """peft trains the head of a classifier, too: as many weights as in the real model."""

@@ -271,6 +271,7 @@ def test_a_configuration_of_something_else_is_refused():
         estimate(_config(2), {}, 32, "cpu", attn_implementation="no_such")
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("model", "weights"),
     [

@@ -38,6 +38,7 @@ def estimated(name: str, hardware: str, dtype: str = "float32", **more):
     return estimate(config(), {"per_device_train_batch_size": 1, **fields, **more}, 16, hardware, dtype=dtype)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("hardware", ["rtx_4090", slow("cpu"), slow("apple_m4_max_64gb"), slow("rx_7900_xtx")])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_is_estimated_or_refused_in_one_sentence(name, hardware):

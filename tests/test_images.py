@@ -30,6 +30,7 @@ SIZES = [(640, 480), (96, 224), (1280, 720)]
 KNOWN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "internvl")
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_picture_is_what_the_processor_makes_of_it(name, tmp_path, subtests):
     folder = video_models.make(name, tmp_path, weights=False)

@@ -268,6 +268,7 @@ def test_nothing_fits_exits_with_1(command, tmp_path):
     assert code == 1 and "nothing fits" in out and "GiB missing" in out
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -286,6 +286,7 @@ def test_the_plan_says_what_it_assumes_and_needs():
     assert line.endswith("too little to load the weights through, where that holds")
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", [name for name in list_hardware() if catalog_entry(name).unified_memory])
 def test_unified_memory_is_not_offloaded_to_itself(name):
     for method in ("full", "lora"):

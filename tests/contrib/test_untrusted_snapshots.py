@@ -104,6 +104,7 @@ BAD_VALUES = {
 }
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("content", BAD_VALUES.values(), ids=BAD_VALUES)
 def test_values_of_another_type_are_one_line(content, tmp_path, command):
     code, output, errors = command("snapshot", _pickled(tmp_path, content))
