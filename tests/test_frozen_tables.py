@@ -466,3 +466,241 @@ def test_texts_without_secrets():
         "nested": redact({"a": {"hub_token": "x", "b": ["token=y", 3]}, "token": None, "api_key": True, "t": ("z",)}),
     }
     checked("secrets", found)
+
+
+# ---- kernels, batches, presets
+
+
+def test_what_backward_of_flash_attention_allocates():
+    import torch
+
+    from hf_memopt.estimator.accounting.flash_kernels import BACKWARD, Attention, check_call
+
+    found = {}
+    for flash, head, kv_heads, causal, ragged, capability in itertools.product(
+        BACKWARD, (32, 64, 72, 96, 104, 128, 136, 192, 256), (2, 8), (True, False), (True, False), (9.0, 10.0, 12.0)
+    ):
+        call = Attention(3, 1000, 700, 8, kv_heads, head, torch.bfloat16, causal, ragged, capability)
+        held = [f"{list(one.shape)} {one.dtype}".replace("torch.", "") for one in BACKWARD[flash](call)]
+        found[f"{flash} {head} {kv_heads} {causal} {ragged} {capability}"] = (
+            sum(one.numel() * one.element_size() for one in BACKWARD[flash](call)),
+            held if head == 96 else len(held),
+        )
+    for flash, dtype, head, capability in itertools.product(
+        BACKWARD, (torch.float16, torch.float32), (128, 136, 256, 264), (8.0, 9.0, 10.3, 12.0)
+    ):
+        found[f"check {flash} {dtype} {head} {capability}"] = told(check_call, flash, dtype, head, capability)
+    checked("flash_kernels", found)
+
+
+def test_batches_are_what_trying_all_numbers_finds():
+    """The largest micro-batch up to the preferred one whose product with accumulation and processes is the batch."""
+    from hf_memopt.presets.batch import batch_settings
+
+    for effective, preferred, processes in itertools.product(range(1, 25), (1, 3, 8), (1, 2, 3)):
+        all_numbers = itertools.product(range(1, 25), repeat=2)
+        right = [(m, a) for m, a in all_numbers if m <= preferred and m * a * processes == effective]
+        answer = told(batch_settings, effective, preferred, processes)
+        assert answer == max(right) if right else answer.startswith(f"error: an effective batch of {effective} cannot")
+        for number in (1, 2, 5):
+            for fixed in ({"micro": number}, {"accumulation": number}):
+                share, rest = divmod(effective, processes)
+                answer = told(batch_settings, effective, preferred, processes, **fixed)
+                if rest or share % number:
+                    assert answer.startswith("error: ")
+                else:
+                    pair = (number, share // number)
+                    assert answer == (pair if "micro" in fixed else pair[::-1])
+    odd = {}
+    for numbers in (
+        (0, 4, 1),
+        (10, 4, 4),
+        (1, 4, 4),
+        (12, 4, 1, 5),
+        (12, 4, 1, None, 5),
+        (12, 4, 1, 0),
+        (12, 4, 5, 7, 9),
+    ):
+        odd[numbers] = told(batch_settings, *numbers)
+    checked("batches", odd)
+
+
+def test_the_last_step_of_an_epoch_is_what_counting_finds():
+    from hf_memopt.recipe.summary import last_step
+
+    for rows, micro, accumulation, processes, drop in itertools.product(
+        range(1, 30), (1, 2, 5), (1, 3), (1, 2, 4), (False, True)
+    ):
+        together = micro * processes
+        sizes = [min(together, rows - start) for start in range(0, rows, together)]
+        if drop:
+            sizes = [size for size in sizes if size == together]
+        elif processes > 1:
+            sizes = [together] * len(sizes)  # accelerate repeats rows
+        steps = [sum(sizes[at : at + accumulation]) for at in range(0, len(sizes), accumulation)]
+        assert last_step(rows, micro, accumulation, processes, drop) == (len(steps), steps[-1] if steps else 0)
+
+
+def test_clips_in_the_order_of_preference():
+    from hf_memopt.planner.video_tiers import FixedLimits, guide_row, ranked_clips
+
+    found = {}
+    for memory, effective in itertools.product((8, 13.99, 14, 20.99, 21, 80), (1, 6, 32)):
+        for fixed in ({}, {"max_frames": 12}, {"max_pixels_per_frame": 50_000}, {"micro_batch": 3}):
+            clips = list(ranked_clips(int(memory * GIB), effective, FixedLimits(**fixed)))
+            kept = [(clip.frames, clip.side, clip.micro_batch) for clip in clips]
+            found[f"{memory} {effective} {fixed}"] = (guide_row(int(memory * GIB)), len(kept), kept[:9], kept[-3:])
+    checked("ranked_clips", found)
+
+
+PRESETS = ("t4", "rtx_4090", "l40s_x4", "h100_80gb_x8", "h100_80gb_x16_nodes", "apple_m2_16gb", "cpu_x2", "mi300x")
+OVERRIDES = (
+    {}, {"fp16": True}, {"bf16": True}, {"activation_checkpointing": False}, {"dataloader_num_workers": 0},
+    {"use_cpu": True}, {"optim": "adamw_torchs"}, {"optim": "sgd"},
+    {"torch_compile": False, "torch_compile_mode": "x"},
+    {"torch_compile": False}, {"torch_compile": True, "torch_compile_backend": "y"}, {"lr_scheduler_kwargs": "a"},
+    {"lr_scheduler_kwargs": '{"a": 1}'}, {"activation_checkpointing_kwargs": "x"}, {"optim_args": "a=1, b=2"},
+    {"optim_args": "a"}, {"optim_args": "a=b=c"}, {"output_dir": ""}, {"effective_batch_size": 12},
+    {"effective_batch_size": 16, "per_device_train_batch_size": 2}, {"per_device_train_batch_size": 3},
+    {"effective_batch_size": 7, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+    {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"a": 1}},
+)  # fmt: skip
+
+
+def test_fields_of_presets_under_a_users():
+    from hf_memopt.presets import METHODS, get_preset
+    from hf_memopt.presets.training_arguments import resolve
+
+    found = {}
+    for name, method in itertools.product(PRESETS, METHODS):
+        preset = told(get_preset, name, method)
+        if isinstance(preset, str):
+            found[f"{name} {method}"] = preset
+            continue
+        usual = resolve(preset, preset.processes, {})
+        found[f"{name} {method}"] = usual
+        for overrides in OVERRIDES if method == "full" else ():
+            answer = told(resolve, preset, preset.processes, overrides)
+            if isinstance(answer, dict):
+                fields = usual | answer
+                answer = {key: answer.get(key, "-") for key in fields if answer.get(key, "-") != usual.get(key, "-")}
+            found[f"{name} {overrides}"] = answer
+    checked("preset_fields", found)
+
+
+def test_files_that_start_a_preset():
+    from hf_memopt.contributed import load_contributed
+    from hf_memopt.presets import get_preset
+    from hf_memopt.presets.launch_script import machine_words, scripts
+    from hf_memopt.presets.preset import on_machines
+
+    targets = load_contributed("export_targets")
+    found = {}
+    for name, machines in itertools.product(PRESETS, (0, 1, 2)):
+        preset = told(on_machines, get_preset(name, "lora"), machines)
+        if isinstance(preset, str):
+            found[f"{name} {machines}"] = preset
+            continue
+        files = scripts(preset, Path("/out put"), ["sft.py", "--a", "1"], batch=machines == 2 or name == "t4")
+        found[f"{name} {machines}"] = {
+            "words": machine_words(preset),
+            "files": {file: text.splitlines() for file, text in files.items()},
+            "accelerate": preset.accelerate_config(),
+            "deepspeed": preset.deepspeed_config(),
+            "batch": [preset.micro_batch_size, preset.gradient_accumulation_steps, preset.effective_batch_size],
+            "targets": {
+                target: told(files_of, preset, target, ["sft", "--a", "1"], {"b.json": "{}"})
+                for target, files_of in targets.items()
+            },
+        }
+    frozen.check("preset_files", found)
+
+
+# ---- chunks of batches
+
+
+def test_chunks_are_the_rows_of_their_samples():
+    import torch
+
+    from hf_memopt.trainer.step.split import (
+        PairLayout,
+        RowLayout,
+        UnpaddedLayout,
+        count_elements,
+        count_rows,
+        count_tokens,
+        tensor_shapes,
+    )
+
+    rows = {"input_ids": torch.arange(12).view(4, 3), "position_ids": torch.arange(24).view(2, 4, 3),
+            "shared": torch.ones(1, 5), "names": ["a", "b", "c", "d"], "inner": {"x": torch.arange(4)},
+            "number": 3, "scalar": torch.tensor(2.0)}  # fmt: skip
+    pairs = {"input_ids": torch.arange(8).view(8, 1), "margin": torch.arange(4)}
+    packed = {"input_ids": torch.arange(7)[None], "position_ids": torch.tensor([[0, 1, 0, 1, 2, 0, 1]]),
+              "cu_seq_lens_q": torch.tensor([0, 2, 5, 7]), "max_length_q": 3,
+              "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 2, 2]]),
+              "labels": torch.arange(7)[None] * 2}  # fmt: skip
+    found = {}
+    for layout, batch in ((RowLayout(), rows), (PairLayout(), pairs), (UnpaddedLayout(), packed)):
+        samples = layout.count(batch)
+        for start, stop in itertools.combinations(range(samples + 1), 2):
+            found[f"{type(layout).__name__} {start} {stop}"] = {
+                name: value.tolist() if isinstance(value, torch.Tensor) else str(value)
+                for name, value in layout.chunk(batch, start, stop).items()
+            }
+        about = (samples, count_rows(batch), count_elements(batch), count_tokens(batch), tensor_shapes(batch))
+        found[type(layout).__name__] = about
+    for name, odd in (("labels", torch.zeros(3, 2)), ("position_ids", torch.zeros(2, 3, 4)), ("texts", ["a"] * 3)):
+        found[f"odd {name}"] = told(RowLayout().chunk, {"input_ids": torch.zeros(4, 2), name: odd}, 0, 2)
+    found["nothing"] = (count_rows({}), count_elements(3), count_tokens({}), count_tokens({"input_ids": [1]}))
+    checked("chunks", found)
+
+
+def test_the_weight_of_a_chunk():
+    import torch
+
+    from hf_memopt.trainer.step.loss_rule import LossRule
+    from hf_memopt.trainer.step.split import RowLayout
+
+    class Rows:
+        count_samples = RowLayout().count
+
+    labels = torch.tensor([[5, -100, 7], [-100, -100, 2], [1, 1, 1], [-100] * 3])
+    whole = {"input_ids": labels, "labels": labels}
+    for rule, items in (
+        (LossRule.LABELS, [1, 1, 2, 0]),
+        (LossRule.UNSHIFTED, [2, 1, 3, 0]),
+        (LossRule.SAMPLES, [1] * 4),
+    ):
+        parts = [{name: value[at : at + 1] for name, value in whole.items()} for at in range(4)]
+        assert [rule.count_items(Rows, part) for part in parts] == items
+        assert [rule.weight(Rows, whole, part) for part in parts] == [item / sum(items) for item in items]
+        assert LossRule.SUM.weight(Rows, whole, parts[0]) == 1
+        unlabeled = {name: value[3:] for name, value in whole.items()}
+        assert rule.weight(Rows, unlabeled, unlabeled) == 1  # by samples, where there is no label
+    flat = {"input_ids": labels, "labels": torch.tensor([1, -100, 2, 3])}
+    assert LossRule.LABELS.count_items(Rows, flat) == 3  # a label a sample is not shifted
+    beyond = whole | {"start_positions": torch.tensor([0, 3, 1, 1])}
+    assert told(LossRule.SAMPLES.weight, Rows, beyond, beyond).startswith("error: start_positions lie beyond")
+    assert LossRule.SAMPLES.weight(Rows, whole | {"end_positions": torch.tensor([2] * 4)}, parts[0]) == 0.25
+
+
+# ---- questions of strangers
+
+
+def test_what_strangers_may_ask():
+    from dataclasses import replace
+
+    from hf_memopt.ui.limits import check_public
+    from hf_memopt.ui.question import Question
+
+    usual = Question(model="Qwen/Qwen3-8B", hardware="rtx_4090")
+    changes = [{"model": text} for text in ("llama-3.1-8b", "/etc/passwd", "a/b/c", "https://huggingface.co/a/b", "x")]
+    changes += [{"hardware": text} for text in ("2x H100", "/tmp/x", "{}", "a" * 81, "nothing")]
+    changes += [{"method": text} for text in ("any", "LoRA", "sft", "full")]
+    changes += [{"seq_len": number} for number in (0, 1, 2**20, 2**20 + 1)]
+    changes += [{"tokens": text} for text in ("10M", "a b", "")] + [{"price": text} for text in ("2.5", "$2")]
+    changes += [{"settings": [setting]} for setting in ("bf16=true", "bf16=../x", "output_dir=x")]
+    changes += [{"settings": ["bf16=1"] * number} for number in (20, 21)]
+    changes += [{"config": "a: 1"}]
+    checked("strangers", {str(one)[:90]: told(check_public, replace(usual, **one)) for one in [{}, *changes]})
