@@ -393,7 +393,7 @@ def _print_table(measured: dict[str, int], limit, same_batch, batch: PeakBatch |
             name.removesuffix("_bytes").replace("_", " "),
             *(size(value) if value else "" for value in predicted),
             size(value),
-            f"{predicted[-1] / value - 1:+.1%}" if predicted[-1] else "",
+            f"{predicted[-1] / value - 1:+.1%}" if predicted[-1] and value else "",
         )
     console().print(table)
 
