@@ -4,17 +4,17 @@ import frozen
 import pytest
 from transformers import AutoConfig
 
-from hf_memopt import MemoryArguments, estimate
+from hf_memopt import InputError, MemoryArguments, estimate
 
 SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "vocab_size": 300}
-LLAMA = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 128, "num_hidden_layers": 6}
+LLAMA = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 128, "num_hidden_layers": 12}
 MODELS = {
     "llama": LLAMA,
     "qwen2": {**LLAMA, "tie_word_embeddings": True},
     "mixtral": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "bert": {**SMALL, "num_hidden_layers": 5, "max_position_embeddings": 128},
-    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 80, "num_heads": 4, "num_layers": 5, "vocab_size": 300},
-    "gpt2": {"n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 128, "vocab_size": 300},
+    "bert": {**SMALL, "num_hidden_layers": 10, "max_position_embeddings": 128},
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 80, "num_heads": 4, "num_layers": 9, "vocab_size": 300},
+    "gpt2": {"n_embd": 32, "n_layer": 10, "n_head": 4, "n_positions": 128, "vocab_size": 300},
 }
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
@@ -99,3 +99,92 @@ def test_with_a_memory_feature(asked):
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_under_an_engine(strategy):
     check(f"under_{strategy}", "llama", "a100_80gb", {"bf16": True}, world_size=4, strategy=strategy)
+
+
+# ---- jobs before they are traced
+
+
+def described(model: str, fields: dict, length: int = 48, hardware: str = "rtx_3060", **settings) -> dict | str:
+    """What follows of a job's settings, or the sentence that refuses them."""
+    from hf_memopt.estimator.job import describe
+    from hf_memopt.estimator.job_checks import attention_heads, divides_heads, facts_of, layers_with_masks
+    from hf_memopt.estimator.overheads import batch_bytes
+    from hf_memopt.estimator.throughput import unknown_speed
+
+    shape = {**MODELS[model], **settings.pop("shape", {})}
+    try:
+        job = describe(AutoConfig.for_model(model, **shape), {**BATCH, **fields}, length, hardware, **settings)
+    except InputError as error:
+        return f"error: {error}"
+    told = {
+        "batch": {name: f"{list(size)} {dtype}" for name, (size, dtype) in job.batch.items()},
+        "bytes": [batch_bytes(job), batch_bytes(job, 512)],
+        "words": [job.in_words("sdpa"), job.in_words("")],
+        "depths": job.depths(),
+        "elements": [job.elements(), job.elements(trained=True)],
+        "trained": len(job.trained_sizes()),
+        "heads": [attention_heads(job.config), divides_heads(job.config, 2), divides_heads(job.config, 8)],
+        "masks": sorted(layers_with_masks(job.config)),
+        "speed": unknown_speed(job),
+        "refused": [str(refusal) for refusal in facts_of(job).refusals()],
+        "traced": {name: str(value) for name, value in vars(job.at_depth(job.depths()[0])).items() if name in TRACED},
+    }
+    names = ("unlike_layers", "positions", "micro_batch_tokens", "attention", "runs_triton", "shares_heads", "rank")
+    return told | {name: getattr(job, name) for name in names}
+
+
+TRACED = {
+    "fields",
+    "backend",
+    "discrete_memory",
+    "flex",
+    "capability",
+    "fp8",
+    "padded",
+    "evaluated",
+    "world_size",
+    "rank",
+}
+
+
+def test_what_follows_of_a_jobs_fields():
+    found = {}
+    for fields in (
+        {}, {"bf16": True}, {"fp16": True}, {"bf16": True, "fp16": True}, {"activation_checkpointing": True},
+        {"bf16": True, "activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
+        {"bf16": True, "optim": "sgd", "gradient_accumulation_steps": 1}, {"eval_strategy": "steps"},
+        {"bf16": True, "torch_compile": True}, {"bf16": True, "auto_find_batch_size": True},
+        {"bf16": True, "use_liger_kernel": True}, {"eval_strategy": "no", "do_eval": True},
+        {"per_device_train_batch_size": 5},
+    ):  # fmt: skip
+        found[str(fields)] = described("llama", fields)
+    frozen.check("jobs_fields", found)
+
+
+def test_what_follows_of_a_jobs_settings():
+    found = {}
+    half = {"bf16": True}
+    for settings in (
+        {"padded": True}, {"packed": True}, {"dtype": "bfloat16"}, {"attn_implementation": "eager"},
+        {"attn_implementation": "flash_attention_2"}, {"attn_implementation": "flash_attention_3"},
+        {"world_size": 4}, {"world_size": 4, "strategy": "ddp"}, {"world_size": 4, "strategy": "zero3", "rank": 3},
+        {"world_size": 4, "strategy": "zero2"}, {"world_size": 2, "strategy": "fsdp2", "rank": 2},
+        {"world_size": 4, "strategy": "fsdp2"}, {"world_size": 4, "strategy": "zero3_offload_cpu"}, {"world_size": 0},
+        {"length": 128}, {"length": 129}, {"length": 0}, {"hardware": "t4"}, {"hardware": "cpu"},
+        {"hardware": "mi300x"}, {"hardware": "apple_m2_16gb"}, {"padded": "x"},
+        {"task": "sequence-classification"}, {"task": "nothing"},
+        *({"asked": asked} for asked in (
+            {"checkpoint_ratio": 0.5}, {"activation_offload": True}, {"max_tokens_per_batch": 100},
+            {"loss_chunk_size": 16}, {"adam_mini": True}, {"activation_compression": "int8"}, {"sliding_window": 16},
+            {"optimizer_cpu_offload": True}, {"mlp_tile_size": 16}, {"weight_streaming": True},
+        )),
+    ):  # fmt: skip
+        memory_args = {"memory_args": MemoryArguments(**settings["asked"])} if "asked" in settings else settings
+        found[str(settings)] = described("llama", half, **memory_args)
+    for model, shape in (
+        ("bert", {}), ("t5", {}), ("gpt2", {}), ("mixtral", {}), ("qwen2", {}), ("llama", {"num_hidden_layers": 2}),
+        ("llama", {"num_hidden_layers": 5}),
+        ("llama", {"num_key_value_heads": 4}), ("llama", {"rope_parameters": None}),
+    ):  # fmt: skip
+        found[f"{model} {shape}"] = described(model, half, shape=shape)
+    frozen.check("jobs_settings", found)
