@@ -704,3 +704,211 @@ def test_what_strangers_may_ask():
     changes += [{"settings": ["bf16=1"] * number} for number in (20, 21)]
     changes += [{"config": "a: 1"}]
     checked("strangers", {str(one)[:90]: told(check_public, replace(usual, **one)) for one in [{}, *changes]})
+
+
+# ---- models of other sizes, presets by name
+
+
+def test_smaller_models_and_other_sizes():
+    from transformers import AutoConfig
+
+    from hf_memopt.estimator.smaller import find_experts, smaller_sizes, with_sizes
+
+    llama = {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 12, "num_key_value_heads": 4}
+    configs = {
+        "llama": AutoConfig.for_model("llama", **llama, num_hidden_layers=10, vocab_size=100),
+        "shallow": AutoConfig.for_model("llama", **llama | {"hidden_size": 72}, num_hidden_layers=3, vocab_size=100),
+        "mixtral": AutoConfig.for_model("mixtral", **llama, num_hidden_layers=4, num_local_experts=8, vocab_size=100),
+        "gemma3": AutoConfig.for_model("gemma3_text", **llama, num_hidden_layers=12, head_dim=8, vocab_size=100),
+        "gpt2": AutoConfig.for_model("gpt2", n_layer=5, n_embd=48, n_head=6, vocab_size=100),
+    }
+    changes = (
+        {"num_hidden_layers": 5}, {"num_hidden_layers": 25}, {"hidden_size": 48}, {"hidden_size": 50},
+        {"hidden_size": 48, "num_attention_heads": 6}, {"num_attention_heads": 24}, {"num_key_value_heads": 2},
+        {"head_dim": 16, "hidden_size": 48}, {"vocab_size": 7.5}, {"vocab_size": True}, {"tie_word_embeddings": 1},
+        {"rms_norm_eps": 1}, {"model_type": "bert"}, {"num_layers": 3},
+    )  # fmt: skip
+    found = {}
+    for name, config in configs.items():
+        found[name] = [find_experts(config), *smaller_sizes(config)]
+        before = config.to_dict()
+        for change in changes:
+            after = told(lambda: with_sizes(config, change).to_dict())  # noqa: B023
+            if isinstance(after, dict):
+                after = {key: value for key, value in after.items() if value != before.get(key)}
+            found[f"{name} {change}"] = after
+    checked("other_sizes", found)
+
+
+def test_presets_by_any_name():
+    from hf_memopt.presets import METHODS, preset_by_name
+    from hf_memopt.presets.named_presets import plain_settings
+    from hf_memopt.presets.training_arguments import resolve
+
+    def shown(preset) -> str:
+        fields = resolve(preset, preset.processes, {})
+        return (
+            f"{preset.name} on {preset.hardware.name}: {preset.method}, {preset.strategy} × {preset.processes}, "
+            f"{preset.dtype}, {preset.precision}, {preset.seq_len} tokens, {preset.micro_batch_size} of "
+            f"{preset.effective_batch_size}, {fields.get('optim')}, {preset.engine.label}, {preset.environment}"
+        )
+
+    found = {}
+    for name in (
+        "rtx_4090",
+        "RTX 4090",
+        "8x A100 80GB",
+        "h100_80gb_x8",
+        "rtx_2060",
+        "gtx_1650",
+        "mi300x",
+        "m2",
+        "nothing",
+    ):
+        for method in (*METHODS, "LoRA"):
+            found[f"{name} {method}"] = told(lambda: shown(preset_by_name(name, method)))  # noqa: B023
+        for strategy, precision, processes in (
+            ("none", None, None), ("ddp", None, None), ("zero3", None, 4), ("fsdp2", "fp8", None), ("tp2", None, 2),
+            ("hsdp2", None, 4), ("zero9", None, None), (None, "fp8", None), (None, "int8", None),
+            ("zero2_offload_cpu", None, None),
+        ):  # fmt: skip
+            asked = (name, "full", strategy, precision, processes)
+            found[str(asked)] = told(lambda: shown(preset_by_name(*asked)))  # noqa: B023
+    for name, device in devices().items():
+        plain = plain_settings(device, "lora", "ddp")
+        found[f"plain {name}"] = [
+            plain.strategy,
+            plain.processes,
+            plain.micro_batch_size,
+            plain.seq_len,
+            plain.precision,
+        ]
+    checked("presets_by_name", found)
+
+
+def test_the_dtype_of_weights_that_a_video_recipe_trains():
+    from types import SimpleNamespace
+
+    from hf_memopt.presets import get_preset
+    from hf_memopt.recipe.video import with_weights_dtype
+
+    found = {}
+    for name, method, dtype in itertools.product(
+        ("rtx_4090", "t4", "cpu"), ("full", "lora"), (None, "float16", "float32")
+    ):
+        job = SimpleNamespace(recipe=SimpleNamespace(dtype=dtype), preset=get_preset(name, method))
+        found[f"{name} {method} {dtype}"] = told(with_weights_dtype, job) or job.preset.dtype
+    checked("video_dtypes", found)
+
+
+# ---- what runs at once, after failures and quiet steps
+
+
+def test_how_much_runs_at_once():
+    from hf_memopt.trainer.step.batch_limit import BatchLimit
+
+    found = {}
+    for seed, (patience, fewest, first) in itertools.product(range(4), ((1, 1, None), (3, 2, 4), (2, 1, 64))):
+        draw, limit, seen = random.Random(seed), BatchLimit(patience, fewest, first), []
+        for _ in range(120):
+            samples = draw.choice((1, 2, 7, 8, 32))
+            elements = samples * draw.choice((100, 130))
+            size = limit.chunk_size(samples, elements)
+            assert 1 <= size <= samples
+            if size > 4 * fewest and draw.random() < 0.3:
+                seen.append(f"-{limit.halve(size, elements * size // samples)}")
+            else:
+                seen.append(f"{size}{'+' * limit.count_quiet_step(draw.random() < 0.8)}")
+            if draw.random() < 0.03:
+                limit.adopt(draw.choice((None, 200, 1000)))
+        found[f"{seed} {patience} {fewest} {first}"] = [" ".join(seen), limit.elements]
+    checked("batch_limits", found)
+
+
+# ---- tables, pictures, measurements
+
+
+def test_tables_of_every_width(capsys, monkeypatch):
+    from hf_memopt.cli.output import print_table
+
+    words = ["a", "word", "and", "another", "of", "some", "unusually-long-words-of-a-machine", "[/x]", "markup"]
+    found = {}
+    for columns, frame, seed in itertools.product((40, 60, 77, 120), (True, False), range(3)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        draw = random.Random(seed)
+        rows = [
+            [" ".join(draw.choices(words, k=draw.randint(0, most))) for most in (2, 1, 9, 4, 1)[: 2 + seed]]
+            for _ in range(4)
+        ]
+        print_table("a title" if seed else "", [f"column {n}" for n in range(2 + seed)], rows, frame)
+        found[f"{columns} {frame} {seed}"] = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    frozen.check("tables", found)
+
+
+def test_pictures_as_clips(tmp_path):
+    from PIL import Image
+
+    from hf_memopt.video.frame_limits import FrameLimits, Sampling
+    from hf_memopt.video.images import frames_in, image_size, outline_frames, read_frames
+
+    for number in range(12):
+        Image.new("RGB", (40, 30), (number * 20, 0, 5)).save(tmp_path / f"frame{number}.png")
+    (tmp_path / "times.txt").write_text("no frame")
+    for turn in (1, 3, 6, 8):
+        exif = Image.Exif()
+        exif[0x0112] = turn
+        (tmp_path / "turned").mkdir(exist_ok=True)
+        Image.new("RGB", (40, 30)).save(tmp_path / "turned" / f"{turn}.jpg", exif=exif)
+    files, found = frames_in(tmp_path), {}
+    found["names"] = [file.name for file in files]
+    found["turned"] = [image_size(file) for file in frames_in(tmp_path / "turned")]
+    for limits in (
+        {}, {"max_frames": 4}, {"max_frames": 5, "multiple_of": 2}, {"max_frames": None, "multiple_of": 5},
+        {"max_pixels": 600, "side_multiple": 4}, {"sampling": Sampling(video_start=1, video_end=4)},
+        {"sampling": Sampling(sample_fps=4, nframes=3)}, {"fps": 1}, {"sampling": Sampling(fps=1)},
+    ):  # fmt: skip
+        clip, outline = read_frames(files, FrameLimits(**limits)), outline_frames(files, FrameLimits(**limits))
+        assert (outline.frames, outline.height, outline.width) == (len(clip.frames), *clip.frames.shape[2:])
+        assert outline.pixels == outline.frames * outline.height * outline.width
+        reds = clip.frames[:, 0, 0, 0].tolist()
+        found[str(limits)] = [list(clip.frames.shape), reds, clip.indices, clip.timestamps, clip.total, clip.duration]
+        found[str(limits)] += [clip.rate, outline.total, outline.rate]
+        thinned = clip.thinned(3, 2)
+        found[str(limits)] += [thinned.indices, thinned.timestamps, len(thinned.frames)]
+    checked("pictures", found)
+
+
+def test_constants_that_measurements_give():
+    from hf_memopt.contrib.calibration.measurements import constants_from, predicted_reserved, reserved_errors, trained
+    from hf_memopt.hardware.measured import MEASURABLE, show, show_value
+
+    def job(measured, predicted, allocator="", **more) -> dict:
+        sizes = {"reserved_bytes": {"expandable": 100, "segments": 200}, "step_seconds": predicted}
+        row = {"outcome": "measured", "outcome_of_training": "trained", "step_seconds": measured, "predicted": sizes}
+        return row | {"allocator": allocator, "reserved_bytes": 160, **more}
+
+    rows = {
+        "context": {"outcome": "measured", "context_bytes": 5 * MIB, "workspace_bytes": 3 * GIB},
+        "rates": {
+            "outcome": "measured",
+            "matmul_flops_per_second": {"bfloat16": 1e17, "float16": 1e9},
+            **{"bandwidth_bytes_per_second": 1e8, "host_link_bytes_per_second": 1e13 + 1e9, "launch_seconds": 0},
+        },
+        "job: a": job(2.0, 1.0),
+        "job: b": job(6.0, 2.0, "expandable_segments:True", reserved_bytes=80),
+        "job: c": job(None, 2.0, reserved_bytes=0),
+        "job: d": job(9.0, 1.0, outcome="failed"),
+        "job: e": job(9.0, 1.0, outcome_of_training="oom"),
+        "other": job(9.0, 1.0),
+    }
+    found = {name: constants_from(rows, device) for name, device in devices().items() if name in ("t4", "rtx_4090")}
+    found["nothing"] = constants_from({"rates": {"outcome": "failed", "launch_seconds": 1}}, devices()["t4"])
+    found["trained"] = [
+        list(trained(rows)),
+        reserved_errors(rows),
+        [predicted_reserved(rows[f"job: {n}"]) for n in "ab"],
+    ]
+    for name, row in MEASURABLE.items():
+        shown = [show_value(name, value) for value in (row.lowest, row.highest, 99.5 * MIB, 100 * MIB, 101 * MIB)]
+        found[f"show {name}"] = [show(name, 1.0), *shown]
+    checked("measured_constants", found)
