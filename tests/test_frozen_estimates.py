@@ -65,6 +65,18 @@ def test_with_evaluation():
     check("with_evaluation", "llama", "rtx_3060", fields)
 
 
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("attention", ["eager", "flash_attention_2", "flex_attention"])
+def test_with_attention(attention):
+    check(f"with_{attention}", "llama", "rtx_3060", {"bf16": True}, attn_implementation=attention)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("asked", [{"padded": True}, {"packed": True}], ids=["padded", "packed"])
+def test_with_batches(asked):
+    check(f"with_{'_'.join(asked)}", "llama", "rtx_3060", {"bf16": True}, **asked)
+
+
 def test_with_adapters():
     from peft import LoraConfig
 

@@ -912,3 +912,151 @@ def test_constants_that_measurements_give():
         shown = [show_value(name, value) for value in (row.lowest, row.highest, 99.5 * MIB, 100 * MIB, 101 * MIB)]
         found[f"show {name}"] = [show(name, 1.0), *shown]
     checked("measured_constants", found)
+
+
+# ---- files of rows, times of frames
+
+
+FILES = {
+    "plain.jsonl": '{"text": "a", "n": 1}\n\n{"text": "b", "n": null}\n',
+    "bom.jsonl": "\ufeff" + '{"text": "a"}\n',
+    "list.json": '[{"text": "a"}, "b",\n {"text": "c"}]',
+    "broken list.json": '[\n{"text": "a"},\n{"text": "b",\n{"text": "c"}\n]',
+    "cut.jsonl": '{"text": "a"}\n{"text": "b',
+    "comma.jsonl": '{"text": "a",}\n',
+    "number.jsonl": '{"text": "a"}\n3\n',
+    "null.jsonl": 'null\n{"text": NaN}\n',
+    "surrogate.jsonl": '{"text": "\\ud83d"}\n',
+    "pair.jsonl": '{"text": "\\ud83d\\ude00"}\n',
+    "latin.jsonl": b'{"text": "a"}\n{"text": "\xe9"}\n',
+    "utf16.jsonl": '{"text": "a"}'.encode("utf-16"),
+    "binary.txt": b"ab\0cd\n",
+    "empty.jsonl": "",
+    "blank.json": "\n \n",
+    "cells.csv": 'text,n\na,1\n"b\nc",2\n\nd\n',
+    "wide.csv": "text\na\nb,c\n",
+    "quote.csv": 'text\n"a\nb\n',
+    "paragraphs.txt": "a\nb\n\n\nc\n",
+    "one.txt": "a",
+    "deep.jsonl": '{"a": [1, {"b": 2}], "c": "x"}\n{"a": null, "d": "y"}\n',
+}
+
+
+def test_rows_of_files(tmp_path, monkeypatch):
+    from hf_memopt.data.row_files import Place, encoded_rows, find_columns, find_line, numbered_rows
+
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    for name, content in FILES.items():
+        path = Path(name)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        columns = told(find_columns, [path], None)
+        found[name] = [told(lambda: list(numbered_rows(path))), columns, told(find_columns, [path], 1)]  # noqa: B023
+        if isinstance(columns, dict):
+            for kept in (columns, dict(list(columns.items())[:1]), dict.fromkeys(columns, True)):
+                found[name].append(told(lambda: list(encoded_rows((path,), tuple(kept.items()), ()))))  # noqa: B023
+        found[name] += [
+            find_line(path, lambda number, row: number == 1),
+            str(Place(name, 1)),
+            str(Place("", 2, {}, "clip")),
+        ]
+        found[name] += [
+            str(Place(name, 7, {"text": "b"})),
+            find_line(path, lambda number, row: row.get("text") == "a"),
+        ]
+    checked("row_files", found)
+
+
+def test_captions_of_a_folder(tmp_path, monkeypatch):
+    from hf_memopt.data.row_files import captioned_rows
+
+    monkeypatch.chdir(tmp_path)
+    folder, found = Path("clips"), {}
+    folder.mkdir()
+    found["empty"] = captioned_rows(folder, "clips")
+    for name in ("a.mp4", "b.PNG", "c.webm"):
+        (folder / name).touch()
+        found[f"with {name}"] = told(captioned_rows, folder, "clips")
+        (folder / name).with_suffix(".txt").write_text("" if name == "c.webm" else f" of {name}\n")
+        rows = told(captioned_rows, folder, "clips")
+        found[f"{name} captioned"] = str(rows).replace(str(tmp_path), "")
+    (folder / "metadata.csv").touch()
+    found["metadata"] = captioned_rows(folder, "clips")
+    checked("captions", found)
+
+
+def test_times_of_frames():
+    from hf_memopt.video.frame_limits import FrameLimits, Sampling
+    from hf_memopt.video.video_files import FrameTimes, average_rate, choose_frames, header_length
+
+    even = [0.04 * number for number in range(50)]
+    rows = {
+        "even": FrameTimes(even, list(range(50)), [0, 25], 0.04),
+        "jitter": FrameTimes([second + 0.01 * (number % 2) for number, second in enumerate(even)], None, [], 0.04),
+        "uneven": FrameTimes([0.0, 0.1, 0.2, 1.0, 1.1, 3.0, 3.05, 7.0], None, [], 0.5),
+        "late": FrameTimes([2.0, 2.5, 3.0], [4, 5, 6], [4], 0.5, 4),
+        "one": FrameTimes([0.0], None, [], 0.1),
+    }
+    found = {}
+    for name, times in rows.items():
+        found[name] = [round(times.duration, 6), times.step and round(times.step, 6)]
+        for between in ((None, None), (0.04, None), (None, 1.0), (0.5, 1.001), (0.999, 1.1), (3.0, 9.0), (8.0, 9.0)):
+            inside = times.between(*between)
+            kept = [round(second, 3) for second in inside.seconds]
+            found[f"{name} {between}"] = [kept, inside.stamps, inside.first, round(inside.last_duration, 6)]
+        for limits in ({"max_frames": 5}, {"max_frames": None, "fps": 2}, {"max_frames": 6, "multiple_of": 4}):
+            found[f"{name} {limits}"] = choose_frames(times, FrameLimits(**limits))
+        found[f"{name} asked"] = choose_frames(times, FrameLimits(sampling=Sampling(nframes=3)))
+
+    class Stream:
+        def __init__(self, **values):
+            vars(self).update(
+                {"frames": 0, "duration": None, "time_base": 0.5, "average_rate": None, "guessed_rate": None}
+            )
+            vars(self).update(values)
+
+    for values in ({}, {"frames": 30}, {"duration": 7}, {"average_rate": 25}, {"guessed_rate": 10, "duration": 1}):
+        stream = Stream(**values)
+        rate = average_rate(stream)
+        lengths = [header_length(Stream(duration=length), stream, rate) for length in (None, 1_500_000, 10)]
+        found[f"header {values}"] = [rate, *lengths]
+    checked("frame_times", found)
+
+
+@pytest.mark.parametrize("task", [None, "sft", "dpo", "grpo"])
+def test_what_data_train_a_model_for(task, tmp_path, monkeypatch, no_progress_bars):
+    import json
+
+    from hf_memopt.planner.data_use import find_use
+
+    monkeypatch.chdir(tmp_path)
+    answer = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c" * 40}]
+    kinds = {
+        "text": {"text": "a " * 9},
+        "messages": {"messages": answer},
+        "pairs": {"prompt": "p ", "chosen": "a" * 30, "rejected": "b"},
+        "prompts": {"prompt": "what?", "completion": "that"},
+        "others": {"something": "x"},
+        "clips": {"messages": answer, "videos": ["v.mp4"]},
+        "caption": {"caption": "a cat", "video": "v.mp4"},
+    }
+    bad = {"messages": {"messages": answer[:1]}, "pairs": {"prompt": "p", "chosen": "a", "rejected": "a"}}
+    found = {}
+    for name, row in kinds.items():
+        rows = [row, row, *([bad[name]] if name in bad else [])]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+        for with_media, skip in ((False, False), (name in ("clips", "caption"), True)):
+            use = told(find_use, f"{name}.jsonl", task, with_media, skip=skip)
+            if not isinstance(use, str):
+                use = [
+                    use,
+                    use.lengths,
+                    use.counted,
+                    use.notes(5),
+                    use.notes(None),
+                    use.to_dict(8),
+                    use.longer_than(9),
+                ]
+            found[f"{name} {with_media} {skip}"] = use
+    found["nothing"] = find_use("owner/name")
+    checked(f"data_use_{task}", found)
