@@ -3,18 +3,24 @@
 import itertools
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import frozen
 import pytest
 from transformers import AutoConfig
 
+from hf_memopt import MemoryArguments
+from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.ledger import GENERATION, KINDS, Peak
 from hf_memopt.estimator.accounting.work import Attention, Kernel
 from hf_memopt.estimator.result import Estimate
+from hf_memopt.estimator.step_time import Step, StepTime
+from hf_memopt.hardware.catalog import catalog
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.choice_jobs import baseline_jobs, choice_job
-from hf_memopt.planner.choices import list_choices
+from hf_memopt.planner.choices import KNOBS, Choice, list_choices
+from hf_memopt.planner.cost import Cost
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import settle
 from hf_memopt.planner.sketch import Traced, make_sketch
@@ -144,3 +150,100 @@ def test_what_is_estimated_and_picked_for_every_budget(name, monkeypatch):
         }
         estimates.clear()
     frozen.check(f"picks_{name}".replace(" ", "_"), found)
+
+
+# ---- the same parts by themselves
+
+
+def test_seconds_of_steps():
+    """Every engine, on one box and on two, with and without what each attribute says."""
+    found = {}
+    usual = {"world_size": 8, "trained": 10**9, "loaded": 2 * 10**9, "wide": False, "mixed": True, "adapters": False}
+    step = {"accumulation": 3, "micro_seconds": 0.5, "launch_seconds": 0.1, "optimizer_seconds": 0.2}
+    strategies = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu")
+    for strategy in (*strategies, "zero3_offload_nvme", "fsdp2_offload_cpu"):
+        for times in (
+            {},
+            {"world_size": 1},
+            {"world_size": 2},
+            {"world_size": 16},
+            {"wide": True},
+            {"wide": True, "mixed": False},
+            {"adapters": True},
+            {"drives": 4},
+            {"loaded": 40 * 10**9},
+            {"shared": 2, "sent": 10**8, "messages": 9},
+        ):
+            for device in ("h100_80gb", "rtx_4090"):
+                seconds = StepTime(device=catalog()[device], layers=12, **{**usual, **times})
+                work = Step(engine=engine_named(strategy), **step)
+                values = [*seconds.exchanged(work), seconds.seconds(work)]
+                values.append(seconds.seconds(replace(work, accumulation=1, launch_seconds=0.7, paged_bytes=10**9)))
+                values.append(seconds.seconds(replace(work, optimizer_offloaded=True)))
+                found[f"{strategy} {times} {device}"] = str([frozen.figures(value) for value in values])
+    frozen.check("step_seconds", found)
+
+
+def test_bytes_of_single_choices():
+    """Of a job that is nothing but what a sketch asks of it."""
+    found = {}
+    knobs = [frozenset(), *(frozenset({knob.name}) for knob in KNOBS)]
+    for method, fields, dtype, world_size, device in (
+        ("full", {"bf16": True}, "float32", 1, "rtx_4090"),
+        ("full", {"fp16": True, "optim": "adamw_8bit"}, "bfloat16", 4, "t4"),
+        ("lora", {}, "bfloat16", 2, "a100_80gb"),
+    ):
+        streaming = MemoryArguments(weight_streaming=method == "lora")
+        job = SimpleNamespace(
+            config=CONFIG,
+            fields={"per_device_train_batch_size": 1, **fields},
+            dtype=dtype,
+            world_size=world_size,
+            device=catalog()[device],
+            memory_args=streaming,
+            seq_len=640,
+            elements=lambda trained=False: (5 * 10**6, 10**6 + trained),
+            attention=("sdpa",),
+            engine=engine_named("none"),
+            shared=1,
+            peft_config=None,
+        )
+        sketch = make_sketch([job], [trace(number) for number in range(4)])
+        cost = Cost(sketch)
+        usual = Choice("ddp" if world_size > 1 else "none", 2, 1, 0.0, "adamw_torch", dtype)
+        for changes in (
+            *({"knobs": names} for names in knobs),
+            {"checkpointed": 0.25},
+            {"accumulation": 3},
+            {"checkpointed": 1.0, "inputs_offloaded": True},
+            {"optim": "adamw_8bit"},
+            {"micro_batch": 1},
+            {"paged": True, "optim": "paged_adamw_8bit"},
+            {"micro_batch": 5},
+            {"streamed": 0.5},
+            {"streamed": 1.0},
+            {"dtype": "float32"},
+            *({"strategy": name, "accumulation": 2} for name in ("zero2", "zero3", "fsdp2", "zero3_offload_cpu")),
+        ):
+            choice = replace(usual, **changes)
+            found[f"{method} {device} {sorted(changes.items(), key=str)}".replace("frozenset", "")] = str(
+                [
+                    *sketch.device_bytes(choice),
+                    *sketch.device_bytes(choice, 0.5),
+                    sketch.host_bytes(choice),
+                    int(sketch.paged_bytes(choice)),
+                    frozen.figures(sketch.streamed_bytes(choice)),
+                    int(sketch.activations(choice)),
+                    frozen.figures(cost.step(choice)),
+                    frozen.figures(cost.rank(choice)),
+                    frozen.figures(cost.copying(choice)),
+                    sorted(choice.features),
+                    choice.levers,
+                    choice.offloads,
+                    choice.approximations,
+                    choice.complexities,
+                    choice.memory_fields(),
+                    summarize(choice),
+                ]
+            )
+    frozen.check("single_choices", found)
