@@ -1060,3 +1060,63 @@ def test_what_data_train_a_model_for(task, tmp_path, monkeypatch, no_progress_ba
             found[f"{name} {with_media} {skip}"] = use
     found["nothing"] = find_use("owner/name")
     checked(f"data_use_{task}", found)
+
+
+# ---- counted kernels
+
+
+def test_work_of_operators():
+    """FLOPs by formula: two for every product of a matmul, of attention half where it is causal."""
+    import torch
+
+    from hf_memopt.estimator.accounting.work import Work
+
+    aten, half = torch.ops.aten, torch.bfloat16
+    a, b, c = torch.zeros(6, 4), torch.zeros(4, 10), torch.zeros(3, 6, 10)
+    query, key = torch.zeros(2, 8, 16, 32), torch.zeros(2, 8, 24, 32)
+    image, kernel = torch.zeros(2, 3, 12, 12), torch.zeros(5, 3, 3, 3)
+    calls = {
+        "mm": (aten.mm.default, (a, b), 2 * 6 * 4 * 10),
+        "addmm": (aten.addmm.default, (torch.zeros(10), a, b), 2 * 6 * 4 * 10),
+        "bmm": (aten.bmm.default, (torch.zeros(3, 2, 6), c), 3 * 2 * 2 * 6 * 10),
+        "baddbmm": (aten.baddbmm.default, (torch.zeros(3, 2, 10), torch.zeros(3, 2, 6), c), 3 * 2 * 2 * 6 * 10),
+        "linear": (aten.linear.default, (a, b.t().contiguous()), 2 * 6 * 4 * 10),
+        "in 16 bits": (aten.mm.default, (a.to(half), b.to(half)), 2 * 6 * 4 * 10),
+        "sum": (aten.sum.default, (a,), 0),
+        "added": (aten.add.Tensor, (a, a), 0),
+        "view": (aten.view.default, (a, (4, 6)), None),
+        "empty": (aten.empty_like.default, (a,), None),
+        "detach": (aten.detach.default, (a,), None),
+        "convolution": (
+            aten.convolution.default,
+            (image, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+            2 * 2 * 5 * 10 * 10 * 3 * 3 * 3,
+        ),
+    }
+    found = {}
+    for name, (function, args, flops) in calls.items():
+        work = Work()
+        out = function(*args)
+        for phase in ("load", "forward", "backward", "optimizer", "eval"):
+            work.note(function, args, {}, out, phase)
+        kinds = {kernel.flops for kernel in work.kernels}
+        assert kinds == (set() if flops is None else {flops}), name
+        found[name] = [[str(kernel), count] for kernel, count in work.kernels.items()]
+    for causal in (False, True):
+        for keys, name in ((query, "alike"), (key, "longer")):
+            function = aten._scaled_dot_product_flash_attention_for_cpu.default
+            args = (query, keys, keys, 0.0, causal)
+            out, work = function(*args), Work()
+            work.note(function, args, {}, out, "forward")
+            back = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+            arguments = (out[0], query, keys, keys, out[0], out[1], 0.0, causal)
+            work.note(back, arguments, {}, back(*arguments), "backward")
+            (forward,), (backward,) = (
+                [one for one in work.kernels if one.attention.backward is way] for way in (False, True)
+            )
+            whole = 4 * 2 * 8 * 16 * keys.shape[-2] * 32
+            assert forward.attention[:1] + forward.attention[2:] == (32, 4, False, False)
+            if not causal:
+                assert (forward.flops, backward.flops) == (whole, whole * 5 // 2)
+            found[f"attention {name} {causal}"] = [str(forward), str(backward)]
+    checked("work", found)
