@@ -1,5 +1,7 @@
 """Whole estimates of models of a few layers, frozen: every byte by kind and phase, every note, the speed."""
 
+from dataclasses import replace
+
 import frozen
 import pytest
 from transformers import AutoConfig
@@ -200,3 +202,108 @@ def test_what_follows_of_a_jobs_settings():
     ):  # fmt: skip
         found[f"{model} {shape}"] = described(model, half, shape=shape)
     frozen.check("jobs_settings", found)
+
+
+# ---- what is made of traces
+
+
+def of_job(hardware: str = "rtx_3060", length: int = 48, **settings):
+    from hf_memopt.estimator.job import describe
+
+    fields = {**BATCH, "bf16": True, **settings.pop("fields", {})}
+    return describe(AutoConfig.for_model("llama", **LLAMA), fields, length, hardware, **settings)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """A job's traces, which those of other cards and of other settings beside the step have as well."""
+    from hf_memopt.estimator.api import run_trace
+
+    job = of_job()
+    return job.depths(), [run_trace(replace(job.at_depth(depth), counted=True)) for depth in job.depths()]
+
+
+def test_assembled_for_other_devices_and_settings(traced):
+    from hf_memopt.estimator.assembly import assemble, capacity, missing_layers, phase_of
+    from hf_memopt.estimator.throughput import throughput
+
+    found = {"phases": [phase_of(name) for name in ("start", "forward: first layer", "eval", "load: x")]}
+    found["missing"] = [missing_layers(of_job().config, depths) for depths in ((12,), (3, 4), (2, 4), traced[0])]
+    for hardware in ("rtx_3060", "rtx_4090", "a100_80gb", "mi300x", "h100_80gb", "t4"):
+        job = of_job(hardware, fields={"bf16": hardware != "t4", "fp16": hardware == "t4"})
+        found[hardware] = [told(assemble(job, *traced)), speed(throughput(job, job, *traced))]
+    for more in (
+        {"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 7}, {"dataloader_num_workers": 3},
+        {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 5}, {"dataloader_pin_memory": False},
+        {"torch_compile": True}, {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
+    ):  # fmt: skip
+        job = of_job(fields=more)
+        found[str(more)] = [told(assemble(job, *traced)), speed(throughput(job, job, *traced))]
+    limits = {"max_memory_gib": 2.0}, {"oom_recovery": False}
+    for more in ({"length": 300}, *({"memory_args": MemoryArguments(**one)} for one in limits)):
+        job = of_job(**more)
+        found[f"{len(found)}"] = [told(assemble(job, *traced)), capacity(job), job.seq_len]
+    frozen.check("assembled", found)
+
+
+def told(found) -> dict:
+    kept = ("peak_allocated_bytes", "reserved_bytes", "device_bytes", "host_bytes", "phase", "breakdown", "phases")
+    notes = [note for note in found.notes if "benchmarks/" not in note]
+    return {name: getattr(found, name) for name in kept} | {"notes": notes, "estimated": found.estimated}
+
+
+def speed(found) -> list:
+    return [frozen.figures(found.step_seconds), frozen.figures(found.tokens_per_second), frozen.figures(found.mfu)]
+
+
+def test_speed_of_traces_written_by_hand():
+    """Of one device, of engines, with samples that are shared, with what waits in host memory, with paged states."""
+    from collections import Counter
+
+    from test_hand_made_traces import trace
+
+    from hf_memopt.estimator.accounting.ledger import Moment, TraceResult
+    from hf_memopt.estimator.throughput import Throughput, counted_job, speed_note, throughput, unknown_speed
+
+    def result(number: int, host: int = 0) -> TraceResult:
+        made = trace(number)
+        moments = {Moment(name, 0, None): replace(peak, paged=10**9) for name, peak in made.peaks.items()}
+        for moment, peak in moments.items():
+            peak.host = host * (2 if moment.segment.startswith("backward") else 1)
+        kernels = made.kernels + Counter(dict.fromkeys(again(made.kernels), 5))
+        return TraceResult(moments, [], [], {}, False, 0, kernels, steps=1 + (number > 1))
+
+    def again(kernels):
+        return [kernel._replace(recomputed=True) for kernel in kernels if not kernel.optimizer and kernel.matmul]
+
+    found = {}
+    for settings in (
+        {}, {"fields": {"gradient_accumulation_steps": 1}}, {"fields": {"gradient_accumulation_steps": 5}},
+        {"world_size": 4, "strategy": "ddp"}, {"world_size": 4, "strategy": "zero2"},
+        {"world_size": 8, "strategy": "zero3"}, {"world_size": 4, "strategy": "fsdp2"},
+        {"world_size": 4, "strategy": "zero3_offload_cpu"},
+        *({"feature": name} for name in ("activation_offload", "weight_streaming", "optimizer_cpu_offload")),
+        {"hardware": "a100_80gb"}, {"hardware": "mi300x"},
+    ):  # fmt: skip
+        feature = settings.get("feature")
+        job = of_job(**({"memory_args": MemoryArguments(**{feature: True})} if feature else settings))
+        counted = counted_job(job)
+        told = [counted.world_size, counted.engine.strategy, counted.fields["gradient_accumulation_steps"]]
+        depths = job.depths()
+        for host, full in ((0, False), (10**6, True), (3 * 10**9, False)):
+            traces = [result(number, host) for number in range(len(depths))]
+            told.append(speed(throughput(job, counted, depths, traces, full)))
+        found[str(settings)] = told
+    for hardware, fields in (
+        ("t4", {}),
+        ("cpu", {}),
+        ("rtx_4090", {"bf16": False}),
+        ("apple_m2_16gb", {"bf16": False}),
+    ):
+        job = of_job(hardware, fields=fields)
+        found[f"{hardware} {fields}"] = [unknown_speed(job), counted_job(job) is None]
+        note = speed_note(job.device, "dense models")
+        found[f"{hardware} note"] = note.partition(" of dense")[0]
+    made = Throughput.of(of_job(world_size=4), 2.0, 0.5)
+    found["of"] = [*speed(made), made.speed_kind]
+    frozen.check("speeds", found)
