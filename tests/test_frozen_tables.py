@@ -310,29 +310,34 @@ def test_numbers_and_sizes():
     from hf_memopt.estimator.duration import Amount, duration, parse_count, run_duration, time_text, two_digits
 
     found = {}
-    for text in (
-        "10M",
-        "2.5B",
-        "300k",
-        "1e9",
-        "2,048",
-        "20,48",
-        "1_000",
-        "2k tokens",
-        "3 bn",
-        "5t",
-        "k",
-        "",
-        "1.5",
-        "-3",
-    ):
+    texts = (
+        "10M|2.5B|300k|1e9|2,048|20,48|1_000|1_000_000|2k tokens|2k|3 bn|5t|k|M||1.5|0.5|-3|-1|0|7|ten|nan|1e3|1e99"
+    )
+    for text in (*texts.split("|"), "1e999", "1,5", "10 MB"):
         read = [read_number(text), read_number(text, 1024, "max_length"), read_number(text, of="samples")]
         found[text] = [*read, read_bytes(text), told(parse_count, text, "tokens")]
-    for text in ("24GB", "24 GiB", "512M", "1.5tb", "7 kib", "3 bytes", "G", "1_0 k"):
+    for text in ["24GB", "24 GiB", "512M", "1.5tb", "7 kib", "3 bytes", "G", "GB", "1_0 k", "24"]:
         found[text] = read_bytes(text)
     for value in (None, 0, 1, 1023, 1024, 1075, 2**20 - 1, 2**20, 2**30 - 1, 2**30, 5 * 2**40, -(2**21), 53.7 * 2**20):
         found[f"size {value}"] = [size(value), size(value, 2**30), size(value, 2**20)]
-    for value in (1e-4, 0.5, 0.9994, 1, 89.9, 90, 91.4, 5399, 5400, 48 * 3600 - 1, 48 * 3600, 1e7, 123456789):
+    for value in (
+        1e-4,
+        0.5,
+        0.9994,
+        1,
+        40,
+        89.9,
+        90,
+        91.4,
+        700,
+        5399,
+        5400,
+        19_000,
+        48 * 3600 - 1,
+        48 * 3600,
+        1e7,
+        123456789,
+    ):
         found[f"time {value}"] = [time_text(value), two_digits(value)]
     found["duration"] = [duration(10**9, 5e3, 2.5, 8), duration(7, 2.0), run_duration(100, 3.6, 2.0, 4)]
     found["unknown"] = [run_duration(None, 1.0), run_duration(1, None)]

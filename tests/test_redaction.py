@@ -19,45 +19,13 @@ from hf_memopt.redaction import REDACTED, is_secret, redact, redact_argv, redact
 SECRET = "s3cretValue42"
 
 
-def test_names_of_secrets(subtests):
-    for name in [
-        "hub_token",
-        "push_to_hub_token",
-        "--hub-token",
-        "token",
-        "HF_TOKEN",
-        "api_key",
-        "wandbApiKey",
-        "WANDB_API_KEY",
-        "aws_secret_access_key",
-        "AWS_ACCESS_KEY_ID",
-        "lora.token",
-        "my.db_password",
-        "client_secret",
-        "credentials",
-    ]:
-        with subtests.test(name=name):
-            assert is_secret(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pad_token",
-        "eos_token_id",
-        "max_tokens_per_batch",
-        "tokens_per_second",
-        "average_tokens_across_devices",
-        "include_num_input_tokens_seen",
-        "trainable_token_indices",
-        "token_budget",
-        "key",
-        "monkey",
-        "label_names",
-    ],
-)
-def test_names_that_are_none(name):
-    assert not is_secret(name)
+def test_names_of_secrets():
+    secret = "hub_token push_to_hub_token --hub-token token HF_TOKEN api_key wandbApiKey WANDB_API_KEY lora.token "
+    secret += "aws_secret_access_key AWS_ACCESS_KEY_ID my.db_password client_secret credentials"
+    none = "pad_token eos_token_id max_tokens_per_batch tokens_per_second average_tokens_across_devices key monkey "
+    none += "include_num_input_tokens_seen trainable_token_indices token_budget label_names"
+    assert [name for name in secret.split() if not is_secret(name)] == []
+    assert [name for name in none.split() if is_secret(name)] == []
 
 
 def test_every_field_of_training_arguments_is_judged():
