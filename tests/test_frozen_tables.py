@@ -34,12 +34,11 @@ def checked(name: str, found: dict) -> None:
 def translated(source) -> dict:
     """All that a translation says."""
     translation = source.translate()
-    said = ("fields", "run", "translated", "neutral", "unwritten")
-    remarks = ("approximated", "refused", "unknown")
+    remarks = ("neutral", "unwritten", "approximated", "refused", "unknown")
     return {
-        **{name: getattr(translation, name) for name in said},
-        **{name: [str(remark) for remark in getattr(translation, name)] for name in remarks},
-        "faults": [text for _, text in translation.faults()],
+        **{name: getattr(translation, name) for name in ("fields", "run", "translated")},
+        **{name: sorted(str(remark) for remark in getattr(translation, name)) for name in remarks},
+        "faults": sorted(text for _, text in translation.faults()),
         "engine": source.engine,
         "label": source.label,
     }
