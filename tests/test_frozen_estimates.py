@@ -33,14 +33,14 @@ def check(name: str, model: str, hardware: str, fields: dict, length: int = 48, 
     frozen.check(f"estimate_{name}", values)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("hardware", ["cpu", "rtx_4090", "t4", "apple_m2_16gb", "mi300x"])
 def test_on_a_device(hardware):
     precision = {"cpu": {}, "t4": {"fp16": True}}.get(hardware, {"bf16": True})
     check(f"on_{hardware}", "llama", hardware, precision)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", ["qwen2", "mixtral", "bert", "t5", "gpt2"])
 def test_of_a_model(model):
     check(f"of_{model}", model, "rtx_3060", {"bf16": True})
@@ -56,7 +56,7 @@ def test_with_some_layers_checkpointed():
     check("some_checkpointed", "llama", "rtx_3060", {"bf16": True}, memory_args=MemoryArguments(checkpoint_ratio=0.5))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("optim", ["sgd", "adafactor", "adamw_8bit", "paged_adamw_8bit", "lion_8bit"])
 def test_with_an_optimizer(optim):
     check(f"with_{optim}", "llama", "rtx_3060", {"bf16": True, "optim": optim})
@@ -67,7 +67,7 @@ def test_with_evaluation():
     check("with_evaluation", "llama", "rtx_3060", fields)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("attention", ["eager", "flash_attention_2", "flex_attention"])
 def test_with_attention(attention):
     check(f"with_{attention}", "llama", "rtx_3060", {"bf16": True}, attn_implementation=attention)
@@ -91,7 +91,7 @@ def test_without_gradients_kept():
     check("in_backward", "llama", "rtx_3060", fields, memory_args=MemoryArguments(optimizer_in_backward=True))
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -109,7 +109,7 @@ def test_with_a_memory_feature(asked):
     check(f"with_{next(iter(asked))}", "llama", "rtx_3060", {"bf16": True}, memory_args=MemoryArguments(**asked))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_under_an_engine(strategy):
     check(f"under_{strategy}", "llama", "a100_80gb", {"bf16": True}, world_size=4, strategy=strategy)

@@ -85,6 +85,7 @@ def made(name: str, **more) -> tuple[JobSpec, Search]:
     return spec, Search(choices, sketch, lambda choice: choice_job(spec, choice), lambda text: None, spec.host_memory)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("name", ASKED)
 def test_bytes_and_seconds_of_every_choice(name):
     _, search = made(name)
@@ -114,6 +115,7 @@ HOSTS = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["one card", "one old card", "four cards", "unified memory", "streamed weights"])
 def test_what_is_estimated_and_picked_for_every_budget(name, monkeypatch):
     """Estimates are a little off the sketches, each choice's by its own share."""
