@@ -175,14 +175,19 @@ def test_errors_name_the_fix(words, says, command):
 
 
 @pytest.mark.slow
-def test_speed_that_is_unknown_has_no_error():
+def test_speeds_say_what_they_rest_on():
     note = "±"
     known = plan(config(2), "rtx_4090", method="lora", seq_len=256)
     assert any(note in text for text in known.notes)
     generating = plan(
         config(2), "rtx_3060", method="lora", seq_len=256, task="grpo", training={"max_completion_length": 128}
     )
-    assert "speed: not predicted for trainers that generate text" in generating.notes
+    profile = generating.usual
+    assert 0 < profile.estimate.generation_share < 1 and profile.tokens_per_second > 0
+    assert any(text.startswith("speed: ±") and "of RLOO none was compared" in text for text in generating.notes)
+    assert any(text.startswith("generation: ") for text in generating.notes)
+    # The sketch, by which choices are ranked, is close to what is shown.
+    assert profile.seconds == pytest.approx(profile.estimate.step_seconds, rel=0.1)
     nothing = plan("qwen3-32b", "rtx_3060_12gb", method="full", seq_len=256, memory=GIB)
     assert not nothing.profiles and not any(text.startswith("speed") for text in nothing.notes)
 

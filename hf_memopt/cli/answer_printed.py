@@ -80,6 +80,8 @@ def speed_lines(estimate, took, amount: AmountOptions, samples: int | None = Non
     parts = [] if estimate.tokens_per_second is None else [f"{two_digits(estimate.tokens_per_second)} tokens/s"]
     step = "a step" if samples is None else f"a step of {samples} samples"
     parts.append(f"{time_text(estimate.step_seconds)} {step}")
+    if estimate.generation_share is not None:
+        parts.append(f"{estimate.generation_share:.0%} of it generation")
     error = predicted_within(estimate.speed_error).removeprefix("predicted").strip(", ")
     lines = paragraph(f"{', '.join(parts)}, {error}", "speed")
     if took is not None:

@@ -80,10 +80,10 @@ def _type(hint: Any) -> dict[str, Any]:
 
 
 def _estimate() -> dict[str, Any]:
-    from hf_memopt.estimator.result import Estimate
+    from hf_memopt.estimator.result import NOT_IN_JSON, Estimate
 
     fits = {"fits": {"type": ["boolean", "null"], "description": "null where the capacity is not known"}}
-    return _object(**_properties(Estimate, leave_out=("timeline", "paged_bytes")), **fits)
+    return _object(**_properties(Estimate, leave_out=NOT_IN_JSON), **fits)
 
 
 def _duration() -> dict[str, Any]:

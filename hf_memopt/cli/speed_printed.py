@@ -82,6 +82,8 @@ def print_speed(estimate, took, amount: AmountOptions) -> None:
         parts = [f"{time_text(estimate.step_seconds)} a step"]
         if estimate.tokens_per_second is not None:
             parts.insert(0, f"{two_digits(estimate.tokens_per_second)} tokens/s")
+        if estimate.generation_share is not None:
+            parts.append(f"{estimate.generation_share:.0%} of it generation")
         if estimate.mfu is not None:
             parts.append(f"MFU {estimate.mfu:.0%}")
         print(f"speed: {', '.join(parts)}, {predicted_within(estimate.speed_error)}")

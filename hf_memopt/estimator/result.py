@@ -5,6 +5,8 @@ from typing import Any
 
 from hf_memopt.units import size
 
+NOT_IN_JSON = ("timeline", "paged_bytes", "generation_share")
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -29,6 +31,7 @@ class Estimate:
             accumulation × processes.
         step_seconds, tokens_per_second, mfu, speed_error: predicted speed (estimator.throughput.Throughput);
             None where it is unknown, which the notes explain.
+        generation_share: of step_seconds, in which completions are generated; in to_dict() a note says it.
         timeline: (segment, bytes) at equal numbers of allocations, from loading to the end of what is traced: a step,
             two of an engine, of a few micro-batches; not part of to_dict().
     """
@@ -52,6 +55,7 @@ class Estimate:
     speed_error: float | None = None
     timeline: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     paged_bytes: int = field(default=0, repr=False)
+    generation_share: float | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[self.fits]
@@ -71,7 +75,7 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as one JSON object."""
-        names = (item.name for item in fields(self) if item.name not in ("timeline", "paged_bytes"))
+        names = (item.name for item in fields(self) if item.name not in NOT_IN_JSON)
         return {name: getattr(self, name) for name in names} | {
             "fits": self.fits,
             "notes": list(self.notes),

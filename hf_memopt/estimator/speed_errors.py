@@ -14,6 +14,7 @@ SHORT = 2048  # tokens of a micro-batch, below which launching takes longer than
 DENSE, MOE, ADAPTERS = "dense models", "mixtures of experts", "adapters in short batches"
 PCIE, NODES = "models sharded over PCIe", "several nodes"
 SHARED = "samples that devices share"  # no run of these was compared, either
+GENERATED = "steps that generate"  # of GRPO; of RLOO no run was compared
 OFFLOADED = "weights, optimizer states or activations in host memory"  # no run of these was compared
 _OFFLOADS = ("weight_streaming", "optimizer_cpu_offload", "activation_offload")
 
@@ -43,9 +44,14 @@ ERRORS = (
     SpeedError(NODES, "9.0", 0.1, 1),
 )
 
+# Of all cards together: too few runs are published of each (benchmarks/results/speed_generated.json).
+GENERATING = SpeedError(GENERATED, "", 0.35, 13)
+
 
 def job_kind(job: Job) -> str:
     """The kind of a job, by what bounds its speed."""
+    if job.generates:
+        return GENERATED
     if job.engine.offloads or any(getattr(job.memory_args, name, False) for name in _OFFLOADS):
         return OFFLOADED
     if job.shared > 1:
@@ -64,12 +70,19 @@ def job_kind(job: Job) -> str:
 
 def find_error(kind: str, device: Hardware) -> SpeedError | None:
     """The error of a kind of jobs on a family of cards; None where no such run was compared."""
+    if kind == GENERATED:
+        return GENERATING
     rows = (row for row in ERRORS if row.kind == kind and row.architecture == device.architecture)
     return next(rows, None)
 
 
 def describe_error(kind: str, device: Hardware) -> str:
     """What predicted speeds rest on, in a sentence."""
+    if kind == GENERATED:
+        return (
+            f"±{GENERATING.error:.0%} is what nine of ten of {GENERATING.runs} published runs of GRPO stayed within, "
+            "on all cards (benchmarks/results/speed_generated.json); of RLOO none was compared"
+        )
     if row := find_error(kind, device):
         return (
             f"±{row.error:.0%} is what nine of ten published runs of {kind} stayed within, {row.runs} of them on "

@@ -1,12 +1,14 @@
 """The speed of a job: tokens per second and MFU, from the kernels of its trace."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
 from hf_memopt.estimator.accounting.work import extended
+from hf_memopt.estimator.generation_time import FORWARD, Rollout, generation_note, rollout_time
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.overheads import paged_bytes
 from hf_memopt.estimator.result import Estimate
@@ -14,11 +16,10 @@ from hf_memopt.estimator.speed import has_rates, kernel_seconds, peak_rate
 from hf_memopt.estimator.speed_errors import describe_error, find_error, job_kind
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
+from hf_memopt.estimator.tracing.traced_arguments import traced_micro_batches
 from hf_memopt.estimator.training_fields import settle_engine
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.measured import SPEEDS, constant, measured_on, show
-
-_FORWARD = 1 / 3  # of a micro-batch's time; backward has twice its matmuls
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Throughput:
         speed_kind: the kind of the job (speed_errors.job_kind).
         speed_error: share by which nine of ten predictions of that kind were off at most; None where none was made
             of a published run.
+        generation_share: of the step, in which completions are generated; None where none are.
     """
 
     step_seconds: float
@@ -42,10 +44,11 @@ class Throughput:
     mfu: float | None
     speed_kind: str
     speed_error: float | None
+    generation_share: float | None = None
 
     @classmethod
-    def of(cls, job: Job, seconds: float, mfu: float | None) -> "Throughput":
-        """The speed of a job whose optimizer step takes so many seconds."""
+    def of(cls, job: Job, seconds: float, mfu: float | None, generation: float | None = None) -> "Throughput":
+        """The speed of a job whose optimizer step takes so many seconds, with those of its generation."""
         tokens, kind = job.micro_batch_tokens, job_kind(job)
         error = find_error(kind, job.device)
         return cls(
@@ -54,6 +57,7 @@ class Throughput:
             mfu=mfu,
             speed_kind=kind,
             speed_error=error and error.error,
+            generation_share=generation and generation / seconds,
         )
 
 
@@ -65,8 +69,13 @@ def counted_job(job: Job) -> Job | None:
     if job.engine.plain:  # its own trace has the kernels of one device
         return job
     fields, engine = settle_engine(job.engine.traceable(job.fields), "none", 1)
-    fields |= {"gradient_accumulation_steps": 1}
-    return dataclasses.replace(job, fields=fields, engine=engine, world_size=1, rank=0, shared=1)
+    more = {"engine": engine, "world_size": 1, "rank": 0, "shared": 1}
+    if job.generates:  # one device alone has to generate whole groups
+        steps = fields.get("steps_per_generation") or fields["gradient_accumulation_steps"]
+        group, batch = job.trainer.num_generations, steps * fields["per_device_train_batch_size"]
+        times = group // math.gcd(group, batch)
+        fields, more["inputs"] = fields | {"steps_per_generation": times * steps}, times * job.inputs
+    return dataclasses.replace(job, fields=fields | {"gradient_accumulation_steps": 1}, **more)
 
 
 def throughput(
@@ -82,11 +91,11 @@ def throughput(
     layers, period = count_layers(job.config), 1 if len(depths) == 1 else depths[1] - depths[0]
     steps = traces[0].steps
     kernels = extended(traces[0].kernels, traces[-1].kernels, (layers - depths[0]) // period)
-    micro_batches = steps * min(counted.fields["gradient_accumulation_steps"], 2)  # tracing.traced_arguments
+    micro_batches = steps * traced_micro_batches(counted.fields)
     shares = micro_batches * job.shared
     taken = kernel_seconds(kernels, job.device, main_attention(job))
     recomputed = Counter({kernel: count for kernel, count in kernels.items() if kernel.recomputed})
-    again = kernel_seconds(recomputed, job.device, main_attention(job)).micro
+    again, _, launched_again = kernel_seconds(recomputed, job.device, main_attention(job))
     moments = [trace.moments for trace in traces]
     peaks = extrapolate_peaks(job.config, depths, moments, not job.engine.flat_buffers, job.unlike_layers)
     micro_seconds = taken.micro / shares
@@ -104,9 +113,15 @@ def throughput(
     outside, layer = job.elements(trained=True)
     loaded = max(peak.by_kind.get("parameters", 0) for peak in peaks.values())
     seconds = StepTime.of(job, outside + layer * layers, loaded).seconds(step)
+    rollout = Rollout(0.0, 0.0)
+    if job.generates:
+        forward = FORWARD * (taken.micro - again) / shares, FORWARD * (taken.launches - launched_again) / micro_batches
+        rollout = rollout_time(job, peaks, *forward)
+        seconds += sum(rollout)
     flops = sum(count * kernel.flops for kernel, count in kernels.items() if not kernel.recomputed) / shares
     peak = peak_rate(job.device)
-    return Throughput.of(job, seconds, mfu=peak and accumulation * flops / seconds / peak)
+    mfu = peak and accumulation * flops / seconds / peak
+    return Throughput.of(job, seconds, mfu, rollout.generation if job.generates else None)
 
 
 def main_attention(job: Job) -> str | None:
@@ -115,9 +130,11 @@ def main_attention(job: Job) -> str | None:
 
 
 def with_speed(estimate: Estimate, speed: Throughput | None, note: str) -> Estimate:
-    """An estimate with the predicted speed, and a note of what it rests on or why it is unknown."""
+    """An estimate with the predicted speed, and a note of what it rests on or why it is unknown; and of what a step
+    generates."""
     figures = {} if speed is None else dataclasses.asdict(speed)
-    return dataclasses.replace(estimate, **figures, notes=(*estimate.notes, note))
+    share = [] if speed is None or speed.generation_share is None else [generation_note(speed.generation_share)]
+    return dataclasses.replace(estimate, **figures, notes=(*estimate.notes, note, *share))
 
 
 def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float) -> float:
@@ -142,7 +159,7 @@ def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float
     if not (getattr(job.memory_args, "activation_offload", False) or job.fields.get("activation_offloading")):
         return late + 2 * moving
     once = computing - recomputed
-    forward = _FORWARD * once
+    forward = FORWARD * once
     share = max(0.0, 1 - recomputed / forward)  # of the layers that are not checkpointed
     passes = share * forward, share * (once - forward)
     return late + sum(max(seconds, moving) + exposed * min(seconds, moving) - seconds for seconds in passes)
@@ -153,8 +170,6 @@ def unknown_speed(job: Job) -> str | None:
     fields, device = job.fields, job.device
     if reason := unknown_rates(device):
         return reason
-    if job.generates:
-        return "not predicted for trainers that generate text"
     if job.engine.by_transformers:
         return "not predicted for tensor parallelism and HSDP"
     bf16 = fields.get("bf16") or (job.dtype == "bfloat16" and not fields.get("fp16"))

@@ -1,5 +1,6 @@
 """The job of a Trainer that is ready to train: its own model, its own data, its own class."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class TrainerJob(Job):
 
     @property
     def micro_batch_tokens(self) -> int | None:
+        if self.generates:  # of prompts, which the trainer tokenizes itself
+            return self.fields["per_device_train_batch_size"] * self.seq_len
         inputs = self.inputs if isinstance(self.inputs, Mapping) else {}
         ids = [value for name, value in inputs.items() if str(name).endswith("input_ids")]
         tokens = sum(tensor.numel() for tensor in ids if isinstance(tensor, torch.Tensor))
@@ -200,6 +203,9 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
         layer_lists=layer_lists,
     )
     check_shared(job)
+    if job.generates:
+        (prompt, *_), *_ = trainer._tokenize_prompts([inputs[0]["prompt"]])
+        job = dataclasses.replace(job, seq_len=len(prompt) + trainer.max_completion_length)
     return job
 
 

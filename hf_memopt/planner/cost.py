@@ -4,10 +4,12 @@ The traced kernels' seconds (estimator.speed), the second forward of checkpointe
 and what engines add (estimator.step_time). benchmarks/speed_published.py compares the result with published speeds.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hf_memopt.estimator.generation_time import FORWARD, Rollout, rollout_time
 from hf_memopt.estimator.speed import Seconds, kernel_seconds, memory_rate
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.estimator.throughput import main_attention
@@ -57,7 +59,7 @@ class Cost:
         """One optimizer step."""
         micro = self._micro(choice)
         moved = self._offloaded(choice) + max(0.0, self.copying(choice) - micro)
-        return self.steps.seconds(self.computed(choice, micro + moved)) + self._generating(choice)
+        return self.steps.seconds(self.computed(choice, micro + moved)) + sum(self.rollout(choice))
 
     def copying(self, choice: Choice) -> float:
         """Seconds in which a micro-batch's streamed weights are copied, once for forward and once for backward: each
@@ -77,14 +79,18 @@ class Cost:
             f"take {copying:.2g} s to arrive"
         )
 
-    def _generating(self, choice: Choice) -> float:
-        """Seconds in which a step's completions are written, at least: every token of a group that grows together
-        reads all weights once. What their caches take is the same for all choices, and left out."""
-        if not choice.trl.passes:
-            return 0.0
-        job = self.sketch.job
-        tokens = job.trainer.max_completion_length
-        return choice.trl.passes * tokens * self.sketch.loaded / self.memory_rate
+    def rollout(self, choice: Choice) -> Rollout:
+        """Seconds in which a step's completions are generated and scored."""
+        if not choice.trl.generations:
+            return Rollout(0.0, 0.0)
+        forward = FORWARD * self._line(self.sketch.plain, self.sketch.samples(choice))
+        launching = FORWARD * self._seconds(self.sketch.plain[0]).launches
+        batch = {
+            "per_device_train_batch_size": choice.micro_batch,
+            "gradient_accumulation_steps": choice.accumulation,
+        }
+        job = dataclasses.replace(self.sketch.job, engine=choice.engine)
+        return rollout_time(job, self.sketch.plain[0].peaks, forward, launching, batch | choice.trl.fields())
 
     def computed(self, choice: Choice, micro_seconds: float) -> Step:
         """The work of a choice's step.

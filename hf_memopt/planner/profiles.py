@@ -139,6 +139,7 @@ class Plan:
             notes.append(self.shared.text)
         if (space := trl_space(self.spec)) is not None and self.profiles:
             notes += space.notes(self.usual.choice, device)
+            notes += [note for note in self.usual.estimate.notes if note.startswith("generation: ")]
         return [*notes, *(self.data.notes(self.spec.seq_len) if self.data else ())]
 
     def _speed_note(self) -> str | None:

@@ -255,8 +255,9 @@ class Search:
             self.host_errors[choice.strategy] = min(beside, self.host_errors.get(choice.strategy, beside))
 
     def _sketched_estimate(self, choice: Choice) -> Estimate:
+        generation = self.cost.rollout(choice).generation or None
         return sketched_estimate(
-            self.sketch, choice, self.build(choice), self.sketch_bytes[choice][0], self.seconds[choice]
+            self.sketch, choice, self.build(choice), self.sketch_bytes[choice][0], self.seconds[choice], generation
         )
 
     def needs(self, choice: Choice) -> float:

@@ -320,13 +320,16 @@ def make_sketch(jobs: list[Job], traces: list[Traced]) -> Sketch:
     return Sketch(jobs[0], (traces[0], traces[1]), (traces[-2], traces[-1]), trained)
 
 
-def sketched_estimate(sketch: Sketch, choice: Choice, job: Job, device_bytes: int, seconds: float) -> Estimate:
+def sketched_estimate(
+    sketch: Sketch, choice: Choice, job: Job, device_bytes: int, seconds: float, generation: float | None
+) -> Estimate:
     """An Estimate with what a sketch knows.
 
     Args:
         job: the choice's.
         device_bytes: of the sketch, with its caution, which counts as reserved.
         seconds: of an optimizer step.
+        generation: of these, in which completions are generated; None where none are.
     """
     kinds = {name: sketch.kinds(name, choice) for name in sketch.plain[0].peaks}
     peaks = {name: int(sum(sizes.values())) for name, sizes in kinds.items()}
@@ -352,5 +355,5 @@ def sketched_estimate(sketch: Sketch, choice: Choice, job: Job, device_bytes: in
     )
     if reason := unknown_speed(job):
         return with_speed(estimate, None, f"speed: {reason}")
-    speed = Throughput.of(job, seconds, mfu=None)
+    speed = Throughput.of(job, seconds, None, generation)
     return with_speed(estimate, speed, speed_note(job.device, speed.speed_kind))

@@ -1,8 +1,7 @@
 """Choices of plans of TRL's tasks beside the settings of every job: the reference model's part, how the
 completions of a step are generated, and vLLM's share of the card.
 
-No step of generation is traced here: each token that a group of completions grows by reads all weights once, so what a
-plan compares is how many such passes the choices need.
+No step of generation is traced here: estimator.generation_time says how long one takes.
 """
 
 import dataclasses
@@ -56,11 +55,6 @@ class TrlChoice:
     def levers(self) -> int:
         """The number of its switches that are on."""
         return self.precomputed + self.sleeps
-
-    @property
-    def passes(self) -> int:
-        """The number of times that a step's completions grow from first to last token, one group after the other."""
-        return self.generations * self.waves
 
     def fields(self) -> dict[str, Any]:
         """The fields of TRL's configuration that it sets."""

@@ -1,6 +1,7 @@
 """TrainingArguments of a traced job: the real job's, except for what has no effect on memory."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,17 +72,21 @@ def make_arguments(job, folder: str):
     fields["deepspeed"] = _traceable(fields["deepspeed"], folder) if job.engine.deepspeed else None
     if fields.pop("fp16", False):  # the CPU's autocast has no fp16; in bf16 tensors are as large
         fields["bf16"] = True
-    accumulation, micro_batches = fields.get("gradient_accumulation_steps", 1), _MICRO_BATCHES
-    if steps := fields.get("steps_per_generation"):  # TRL's GRPO and RLOO set it, and a batch that follows from it
+    if fields.get("steps_per_generation"):  # TRL's GRPO and RLOO set it, and a batch that follows from it
         fields.pop("generation_batch_size", None)
-        if steps < accumulation:
-            micro_batches = steps + 1  # of which the last generates beside gradients
-    fields["gradient_accumulation_steps"] = min(accumulation, micro_batches)
+    fields["gradient_accumulation_steps"] = traced_micro_batches(fields)
     with as_input_error("TrainingArguments", TypeError, AttributeError, LookupError):
         args = kind(output_dir=folder, **spelled(fields))
     # accelerate (1.15) names the device "cpu:0", which FakeTensorMode takes for another device than "cpu".
     PartialState._shared_state["device"] = args.__dict__["_setup_devices"] = torch.device("cpu")
     return args
+
+
+def traced_micro_batches(fields: Mapping[str, Any]) -> int:
+    """The micro-batches that are traced of an optimizer step."""
+    accumulation, steps = fields.get("gradient_accumulation_steps", 1), fields.get("steps_per_generation")
+    # Where a step generates more than once, the last generates beside gradients.
+    return min(accumulation, steps + 1 if steps and steps < accumulation else _MICRO_BATCHES)
 
 
 def _traceable(config: dict, folder: str) -> dict:
