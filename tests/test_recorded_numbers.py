@@ -72,6 +72,13 @@ def test_a_published_speed(row):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
+@recorded("speed_generated")
+def test_a_published_step_of_grpo(row):
+    check("speed_generated", row)
+
+
+@pytest.mark.slow
 @recorded("engines")
 def test_an_engine(row):
     check("engines", row)

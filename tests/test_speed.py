@@ -21,6 +21,7 @@ from hf_memopt.estimator.speed_errors import (
     ADAPTERS,
     DENSE,
     ERRORS,
+    GENERATED,
     NODES,
     OFFLOADED,
     PCIE,
@@ -36,6 +37,7 @@ from hf_memopt.presets import preset_by_name
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from jobs import CHECKPOINTED, four_bits
 from record import RESULTS
+from speed_generated import HELD_BACK, OPEN, by_group, stated_error
 from speed_published import held_out, ranked_right, stated_errors
 
 from hf_memopt.estimator.accounting.work import _flops, _visited
@@ -56,6 +58,16 @@ def test_the_errors_are_those_that_published_runs_show():
     held = held_out(rows)
     assert all(row["within"] == (abs(row["error"]) <= row["stated_error"]) for row in held)
     assert sum(row["within"] for row in held) >= 0.85 * len(held)
+
+
+def test_the_error_of_steps_that_generate_is_that_of_published_ones():
+    rows = json.loads((RESULTS / "speed_generated.json").read_text())["rows"]
+    stated = find_error(GENERATED, get_hardware("h100_80gb"))
+    assert (stated.error, stated.runs) == stated_error(rows)
+    documented = [row for name in (OPEN, HELD_BACK) for row in by_group(rows)[name]]
+    assert len(documented) >= 10 and sum(row["within"] for row in documented) >= 0.85 * len(documented)
+    assert all(row["within"] == (abs(row["error"]) <= stated.error) for row in rows)
+    assert "of GRPO" in describe_error(GENERATED, get_hardware("t4")), "of RLOO there is no run"
 
 
 def test_published_runs_are_ranked_as_they_were_measured():
