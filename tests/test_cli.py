@@ -249,7 +249,7 @@ def test_doctor_checks_every_shipped_file():
     assert len(done.stdout.splitlines()) == len(files)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -109,6 +109,7 @@ DAMAGED = [
 ]
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(("name", "content", "error"), DAMAGED)
 def test_a_damaged_file_is_one_line_or_a_page(name, content, error, tmp_path):
     (tmp_path / name).write_bytes(content.encode("utf-8", "surrogatepass"))

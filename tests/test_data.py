@@ -17,6 +17,7 @@ def tokenizer(builtin_model):
     return AutoTokenizer.from_pretrained(builtin_model)
 
 
+@pytest.mark.slow
 def test_the_corpus_is_real_text():
     texts = embedded.documents()
     assert len(texts) > 300 and sum(map(len, texts)) > 1_000_000

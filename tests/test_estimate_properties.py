@@ -79,7 +79,7 @@ def check(number: int, folder, *depths) -> str:
     return "answered"
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("number", range(IN_CI))
 def test_a_random_job(number, tmp_path):
     check(number, tmp_path, SHALLOW)

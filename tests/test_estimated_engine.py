@@ -122,6 +122,7 @@ def test_a_launch_changes_no_preset_of_another_job(launch, monkeypatch, command)
     assert get_preset("l40s") != own[0]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("launch", LAUNCHES[:4], ids=lambda launch: " ".join(launch))
 def test_a_launch_changes_no_estimate_of_the_command_line(launch, monkeypatch, command):
     argv = ["estimate", "llama-3.2-1b", "--preset", "l40s", "--set", "model.num_hidden_layers=2", "--json"]

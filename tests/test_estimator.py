@@ -70,7 +70,7 @@ def _truth(config, fields, peft_config=None, dtype="float32", padded=False, resu
         return allocator_peak(lambda: train(steps=3 if resumed else 2))
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("config", "fields", "lora", "dtype", "padded"),
     [
@@ -119,6 +119,7 @@ def _every(count: int) -> dict:
     return {**CHECKPOINTED, "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": count}}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "fields", [{}, slow({**CHECKPOINTED, "bf16": True}), slow(_every(2)), _every(3), slow({"optim": "adamw_torch"})]
 )

@@ -85,6 +85,7 @@ def loaded(recipe, data, tmp_path, monkeypatch):
     return load
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("count", range(1, 7))
 @pytest.mark.parametrize("name", LOADERS)
 def test_any_number_of_rows_is_loaded(name, count, loaded, capsys, caplog):

@@ -357,6 +357,7 @@ def test_options_of_the_launcher_that_are_not_modelled_are_refused(options, name
         read_source(f"accelerate launch {options} sft.py --model_name_or_path Qwen/Qwen3-0.6B")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("fsdp", "job", "expected"),
     [
@@ -552,6 +553,7 @@ def test_a_file_of_ms_swifts_preference_training_is_none_of_fine_tuning(tmp_path
     assert read_source(str(tmp_path / "job.yaml")).translate().fields["task"] == "dpo"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("text", "copies"),
     [

@@ -109,6 +109,7 @@ def test_with_a_memory_feature(asked):
     check(f"with_{next(iter(asked))}", "llama", "rtx_3060", {"bf16": True}, memory_args=MemoryArguments(**asked))
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_under_an_engine(strategy):

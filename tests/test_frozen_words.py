@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import frozen
+import pytest
 import torch
 from conftest import ROOT
 from transformers import TrainingArguments
@@ -95,6 +96,7 @@ def test_what_a_recipe_says_of_its_job(tmp_path, monkeypatch, capsys):
     frozen.check("announced", found)
 
 
+@pytest.mark.slow
 def test_what_a_recipe_reports(tmp_path, capsys, monkeypatch):
     """memory_report.json without what is of the day or the machine, and the lines that are printed."""
     from hf_memopt.recipe import summary

@@ -143,6 +143,7 @@ class Broken(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_training_leaves_what_trainer_leaves(fails, own_settings, tmp_path):
     """Also where train() ends with an error. Training itself draws random numbers."""

@@ -126,6 +126,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["GRPO", *(slow(case) for case in CASES if case != "GRPO")])
 def test_every_phase_is_predicted_as_measured(case, tmp_path, saved):
     settings = {name: saved if value == "saved" else value for name, value in CASES[case].items()}

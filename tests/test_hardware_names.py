@@ -92,11 +92,11 @@ def _check(case):
 
 
 def test_words_for_cards():
-    """Some of the words of each card, drawn anew in every run."""
+    """Some of the words of a third of the cards, drawn anew in every run."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     drawn = random.Random(seed)
-    for key, device in catalog().items():
+    for key, device in drawn.sample(sorted(catalog().items()), len(catalog()) // 3):
         spellings = _spellings(key, device)
         for form in COUNTS:
             one = (drawn.choice(spellings), drawn.choice(_CASES), drawn.choice(_SEPARATORS))

@@ -149,6 +149,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["qwen3_vl", *map(slow, ("qwen2_5_vl", "smolvlm", "internvl", *TINY))])
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_predicted_as_measured(name, sample, tmp_path):
@@ -207,6 +208,7 @@ def test_the_command_line_takes_images(command, tmp_path):
     assert code == 2 and "image_size=640: write width and height" in errors
 
 
+@pytest.mark.slow
 def test_pictures_of_a_data_set_are_measured(command, jsonl, tmp_path, monkeypatch):
     """By the headers of the files: the most pictures of a row, the largest of all, and the longest text."""
     monkeypatch.chdir(tmp_path)

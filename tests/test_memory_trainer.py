@@ -33,6 +33,7 @@ ANYWHERE = [
 ]
 
 
+@pytest.mark.slow
 # Remainders: 40 samples in micro-batches of 4 are 10; windows of 4 leave 2, the third epoch is cut by max_steps.
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())

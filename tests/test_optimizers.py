@@ -265,6 +265,7 @@ def undisturbed(tmp_path_factory):
     return reference
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manner", ["midway", slow("before"), slow("after")])
 @pytest.mark.parametrize(
     "case",

@@ -173,6 +173,7 @@ def test_declared_means_are_split(name, plain, tmp_path):
         assert bool(found.refused) == refusable, found.refused
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_what_is_known_is_never_refused(name, plain, tmp_path):

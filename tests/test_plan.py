@@ -349,6 +349,7 @@ def test_recomputing_costs_a_forward_pass(search):
     assert cost.step(half) == pytest.approx((cost.step(whole) + cost.step(plain)) / 2, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["rtx_4090", slow("h100_80gb")])
 def test_seconds_are_the_estimates_where_a_micro_batch_fits_the_cache(hardware):
     """Of one sample of 2,048 tokens tensors take 8 and 32 MiB, and caches hold 50 and 72 MiB; of eight none fits."""
@@ -362,6 +363,7 @@ def test_seconds_are_the_estimates_where_a_micro_batch_fits_the_cache(hardware):
         assert search.seconds[choice] == pytest.approx(estimate.step_seconds, rel=0.04), choice.micro_batch
 
 
+@pytest.mark.slow
 def test_seconds_are_of_one_step_where_two_are_traced():
     """A vision tower that text does not reach gets no gradients, as two steps show."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4}

@@ -84,6 +84,7 @@ def as_estimate(size: float) -> Estimate:
     return Estimate(int(size), int(size), int(size), 0, "forward", {}, {}, 2**40, {}, ())
 
 
+@pytest.mark.slow
 def test_plain_settings_are_estimated_before_others_take_their_place(searched, monkeypatch):
     """A sketch that is a little too high must not be why a plan rounds."""
     _, search = searched

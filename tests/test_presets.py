@@ -127,6 +127,7 @@ def test_presets_are_for_models_that_people_train_there(name, method, model, com
     preset = get_preset(name, method)
     assert largest_model(preset) == model
     _, output, _ = command("show", name, "--method", method)
+    output = " ".join(output.split())
     assert model in output and f"Predicted to fit: full fine-tuning of {_short(get_preset(name))}" in output
 
 

@@ -60,6 +60,7 @@ def applied(text: str, asked, memory: int, settings: list[str]):
     return asked(memory, [f"{name}={value}" for name, value in own.items()], **moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [

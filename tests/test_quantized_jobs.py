@@ -166,6 +166,7 @@ def test_dequantized_weights_are_those_of_the_unquantized_model(block, chosen, d
     assert any("dequantized while they are loaded" in note for note in dequantized.notes)
 
 
+@pytest.mark.slow
 def test_dequantized_weights_are_whole_before_they_are_sharded():
     """transformers 5.24 makes no quantized checkpoint under zero.Init, dequantized or not: ZeRO-3 shards what is whole
     on the device, FSDP2 what is whole in every process's host memory."""

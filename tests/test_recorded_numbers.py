@@ -46,6 +46,7 @@ def test_an_optimizer(row):
     check("estimator_optimizers", row)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(1)
 @recorded("estimator_model_types")
 def test_a_model_type(row):

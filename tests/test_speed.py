@@ -141,6 +141,7 @@ def test_mfu_counts_the_models_own_flops(config):
     assert checkpointed.step_seconds > 1.1 * plain.step_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, four_bits()])
 def test_mfu_leaves_out_what_is_computed_again_inside_of_autograd_functions(config, bits):
     adapter = LoraConfig(r=4, target_modules="all-linear")

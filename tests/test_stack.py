@@ -171,6 +171,7 @@ def test_forks_without_autograd_leave_their_share(monkeypatch):
     assert parallel.on_all_cores(lambda item: (item, os.getpid()), range(5)) == [(item, here) for item in range(5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [["--memory", "8"], ["--host-memory", "32"], ["--export", "run"]])
 def test_frames_max_refuses_what_it_would_ignore(option, tmp_path):
     done = run_forked(

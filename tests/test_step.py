@@ -166,6 +166,7 @@ def _fails_at_step_two(trainer):
     trainer.model.forward = too_much
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "declared", "reason"),
     [

@@ -168,7 +168,7 @@ CASES = {
 QUICK = ("labels first", "optimizer", "teacher")
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("case", [case if case in QUICK else slow(case) for case in CASES])
 def test_predicted_as_measured(case, tmp_path):
     predicted = estimate_trainer(CASES[case](tmp_path), "cpu").peak_allocated_bytes

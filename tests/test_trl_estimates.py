@@ -121,6 +121,7 @@ def make(folder, case):
     )
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("case", ["SFT", "DPO", *(slow(case) for case in CASES if case not in ("SFT", "DPO"))])
 def test_predicted_as_measured(case, tmp_path):
     predicted = estimate_trainer(make(tmp_path, case), "cpu").peak_allocated_bytes

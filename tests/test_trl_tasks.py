@@ -135,6 +135,7 @@ def test_a_card_computes_the_head_without_copies_of_its_tiles():
     assert card.peak_allocated_bytes > tile
 
 
+@pytest.mark.slow
 def test_trls_own_offloading_leaves_the_inputs_of_layers_on_the_host():
     """16 inputs of layers and the last norm's: at the head, the norm's is being copied, and one is what flows."""
     config = LlamaConfig(

@@ -87,6 +87,7 @@ def test_a_packed_batch_has_the_loss_and_gradients_of_a_padded_one(name, folder)
     assert abs(gradients(model, mixed)[0] - wanted) > 1e-4 * wanted
 
 
+@pytest.mark.slow
 def test_flash_attention_would_keep_samples_apart(folder):
     """What transformers' flash attention, which needs a GPU, does with the positions of a packed row."""
     from transformers import modeling_flash_attention_utils as flash

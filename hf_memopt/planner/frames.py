@@ -76,7 +76,7 @@ def most_frames(
 
 def _size(video, config) -> tuple:
     """The tokens and pixel shapes of one time step of a clip."""
-    media, _, tokens, _ = video.clip(config)
+    media, _, tokens, *_ = video.clip(config)
     return tokens, *(tuple(tensor.shape) for name, tensor in media.items() if name.startswith("pixel"))
 
 
