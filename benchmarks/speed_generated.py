@@ -132,8 +132,8 @@ def summary(rows: list[dict]) -> dict:
 
 
 def stated_error(rows: list[dict]) -> tuple[float, int]:
-    """The error that nine of ten well documented rows stay within, in steps of 5 %, and their number."""
-    errors = sorted(abs(row["error"]) for row in rows if group(row) in (OPEN, HELD_BACK))
+    """The error that nine of ten rows of no other stack stay within, in steps of 5 %, and their number."""
+    errors = sorted(abs(row["error"]) for row in rows if not row["stack"])
     return math.ceil(round(errors[math.ceil(0.9 * len(errors)) - 1] * 20, 6)) / 20, len(errors)
 
 
