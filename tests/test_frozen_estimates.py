@@ -131,7 +131,7 @@ def described(model: str, fields: dict, length: int = 48, hardware: str = "rtx_3
         job = describe(AutoConfig.for_model(model, **shape), {**BATCH, **fields}, length, hardware, **settings)
     except InputError as error:
         return f"error: {error}"
-    told = {
+    answered = {
         "batch": {name: f"{list(size)} {dtype}" for name, (size, dtype) in job.batch.items()},
         "bytes": [batch_bytes(job), batch_bytes(job, 512)],
         "words": [job.in_words("sdpa"), job.in_words("")],
@@ -145,7 +145,7 @@ def described(model: str, fields: dict, length: int = 48, hardware: str = "rtx_3
         "traced": {name: str(value) for name, value in vars(job.at_depth(job.depths()[0])).items() if name in TRACED},
     }
     names = ("unlike_layers", "positions", "micro_batch_tokens", "attention", "runs_triton", "shares_heads", "rank")
-    return told | {name: getattr(job, name) for name in names}
+    return answered | {name: getattr(job, name) for name in names}
 
 
 TRACED = {
@@ -232,22 +232,22 @@ def test_assembled_for_other_devices_and_settings(traced):
     found["missing"] = [missing_layers(of_job().config, depths) for depths in ((12,), (3, 4), (2, 4), traced[0])]
     for hardware in ("rtx_3060", "rtx_4090", "a100_80gb", "mi300x", "h100_80gb", "t4"):
         job = of_job(hardware, fields={"bf16": hardware != "t4", "fp16": hardware == "t4"})
-        found[hardware] = [told(assemble(job, *traced)), speed(throughput(job, job, *traced))]
+        found[hardware] = [answered(assemble(job, *traced)), speed(throughput(job, job, *traced))]
     for more in (
         {"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 7}, {"dataloader_num_workers": 3},
         {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 5}, {"dataloader_pin_memory": False},
         {"torch_compile": True}, {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
     ):  # fmt: skip
         job = of_job(fields=more)
-        found[str(more)] = [told(assemble(job, *traced)), speed(throughput(job, job, *traced))]
+        found[str(more)] = [answered(assemble(job, *traced)), speed(throughput(job, job, *traced))]
     limits = {"max_memory_gib": 2.0}, {"oom_recovery": False}
     for more in ({"length": 300}, *({"memory_args": MemoryArguments(**one)} for one in limits)):
         job = of_job(**more)
-        found[f"{len(found)}"] = [told(assemble(job, *traced)), capacity(job), job.seq_len]
+        found[f"{len(found)}"] = [answered(assemble(job, *traced)), capacity(job), job.seq_len]
     frozen.check("assembled", found)
 
 
-def told(found) -> dict:
+def answered(found) -> dict:
     kept = ("peak_allocated_bytes", "reserved_bytes", "device_bytes", "host_bytes", "phase", "breakdown", "phases")
     notes = [note for note in found.notes if "benchmarks/" not in note]
     return {name: getattr(found, name) for name in kept} | {"notes": notes, "estimated": found.estimated}
@@ -289,12 +289,12 @@ def test_speed_of_traces_written_by_hand():
         feature = settings.get("feature")
         job = of_job(**({"memory_args": MemoryArguments(**{feature: True})} if feature else settings))
         counted = counted_job(job)
-        told = [counted.world_size, counted.engine.strategy, counted.fields["gradient_accumulation_steps"]]
+        answered = [counted.world_size, counted.engine.strategy, counted.fields["gradient_accumulation_steps"]]
         depths = job.depths()
         for host, full in ((0, False), (10**6, True), (3 * 10**9, False)):
             traces = [result(number, host) for number in range(len(depths))]
-            told.append(speed(throughput(job, counted, depths, traces, full)))
-        found[str(settings)] = told
+            answered.append(speed(throughput(job, counted, depths, traces, full)))
+        found[str(settings)] = answered
     for hardware, fields in (
         ("t4", {}),
         ("cpu", {}),

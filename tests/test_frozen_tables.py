@@ -15,7 +15,7 @@ from hf_memopt.units import GIB, MIB, read_bytes, read_number, size
 FOLDER = Path(__file__).parent
 
 
-def told(function: Callable, *args, **kwargs):
+def answered(function: Callable, *args, **kwargs):
     """What a function returns, or the sentence that refuses it."""
     try:
         return function(*args, **kwargs)
@@ -49,7 +49,7 @@ def test_files_of_other_tools(monkeypatch):
 
     monkeypatch.chdir(FOLDER)
     names = tomllib.loads(Path("foreign_configs/expected.toml").read_text(encoding="utf-8"))
-    found = {name: told(lambda: translated(read_source(f"foreign_configs/{name}"))) for name in names}  # noqa: B023
+    found = {name: answered(lambda: translated(read_source(f"foreign_configs/{name}"))) for name in names}  # noqa: B023
     frozen.check("foreign_files", found)
 
 
@@ -72,7 +72,7 @@ def test_commands_of_other_tools(tmp_path, monkeypatch):
             "arguments": [[one.key, str(one.value), text[one.start : one.end]] for one in command.arguments],
         }
 
-    frozen.check("foreign_commands", {text: told(said, text) for text in test_foreign_commands.COMMANDS})
+    frozen.check("foreign_commands", {text: answered(said, text) for text in test_foreign_commands.COMMANDS})
 
 
 def test_advice_on_logs():
@@ -196,7 +196,7 @@ def test_words_for_cards():
     forms += ("{} 24gb", "{}, {}", "{} and T4", "2 nodes of 8x{}", "x2 {}", "{} or 3090", "24564MiB {}")
     series = ("rtx", "rtx 30", "16GB", "4", "6000", "nothing", "24gb", "2x 16GB", "apple", "8x rtx")
     texts = [*series, *(form.format(card, card) for form in forms for card in cards)]
-    checked("words_for_cards", {text: told(read_devices, text) for text in texts})
+    checked("words_for_cards", {text: answered(read_devices, text) for text in texts})
 
 
 # ---- the allocator
@@ -254,15 +254,15 @@ def test_sampling_that_cannot_be():
         ("fps", "nframes", "min_frames", "max_pixels", "video_start", "sample_fps"),
         (None, 0, 1, 2.5, 3.0, -1, True, "2", float("inf")),
     ):
-        found[f"{name} {value!r}"] = told(Sampling, **{name: value})
+        found[f"{name} {value!r}"] = answered(Sampling, **{name: value})
     for both in ({"fps": 1, "nframes": 2}, {"video_start": 2, "video_end": 2}, {"video_end": 1}, {"video_start": 3}):
-        found[str(both)] = told(Sampling, **both)
+        found[str(both)] = answered(Sampling, **both)
     for outer, inner in (({"fps": 1}, {"nframes": 2}), ({"fps": 1, "x": 2}, {"fps": None}), ({"fps": 0}, {})):
-        found[f"{outer} {inner}"] = told(Sampling.read, outer, inner, "row 1")
+        found[f"{outer} {inner}"] = answered(Sampling.read, outer, inner, "row 1")
     for name, value in itertools.product(("max_frames", "fps", "max_pixels"), (None, 0, -1, 1)):
-        found[f"limit {name} {value}"] = told(FrameLimits, **{name: value})
+        found[f"limit {name} {value}"] = answered(FrameLimits, **{name: value})
     for text in ("640x360", "640×360", " 2 x 3 ", "0x4", "4x0", "4", "1x2x3", "ax2"):
-        found[text] = told(parse_frame_size, text)
+        found[text] = answered(parse_frame_size, text)
     checked("sampling", found)
 
 
@@ -298,11 +298,11 @@ def test_values_of_fields():
     hints = hints_of(TrainingArguments)
     checked(
         "field_values",
-        {f"{name}={value!r}": told(fit, hints, {name: value}, "x: ") for name in names for value in values},
+        {f"{name}={value!r}": answered(fit, hints, {name: value}, "x: ") for name in names for value in values},
     )
     own = {"max_length": int, "loss_chunk_size": int, "max_memory_gib": float, "frame_cache_gib": float, "seed": int}
     texts = ("2k", "1.5k", "24GB", "3 GiB", "512M", "2,048", "1", "-1", "0", "12 tokens", "2k tokens", "1e3", "10**3")
-    checked("own_values", {f"{name}={text}": told(fit, own, {name: text}) for name in own for text in texts})
+    checked("own_values", {f"{name}={text}": answered(fit, own, {name: text}) for name in own for text in texts})
 
 
 def test_numbers_and_sizes():
@@ -314,7 +314,7 @@ def test_numbers_and_sizes():
     )
     for text in (*texts.split("|"), "1e999", "1,5", "10 MB"):
         read = [read_number(text), read_number(text, 1024, "max_length"), read_number(text, of="samples")]
-        found[text] = [*read, read_bytes(text), told(parse_count, text, "tokens")]
+        found[text] = [*read, read_bytes(text), answered(parse_count, text, "tokens")]
     for text in ["24GB", "24 GiB", "512M", "1.5tb", "7 kib", "3 bytes", "G", "GB", "1_0 k", "24"]:
         found[text] = read_bytes(text)
     for value in (None, 0, 1, 1023, 1024, 1075, 2**20 - 1, 2**20, 2**30 - 1, 2**30, 5 * 2**40, -(2**21), 53.7 * 2**20):
@@ -344,7 +344,7 @@ def test_numbers_and_sizes():
         {}, {"tokens": 5}, {"samples": 3}, {"samples": 3, "epochs": 1.5}, {"epochs": 2}, {"tokens": 1, "epochs": 1},
         {"price": 2}, {"tokens": 1, "samples": 1}, {"samples": 2, "price": 1},
     ):  # fmt: skip
-        amount = told(Amount, **asked)
+        amount = answered(Amount, **asked)
         counts = amount if isinstance(amount, str) else (amount.count_samples(), amount.count_tokens(10))
         found[f"amount {asked}"] = counts
     checked("numbers", found)
@@ -402,15 +402,15 @@ def test_rows_of_every_form():
     found = {}
     for row in ROWS:
         form, names = find_form(row), tuple(row)
-        of_form = [told(read_answer, row, "row 3", form, find_answer_kind([row], form))] if form else []
+        of_form = [answered(read_answer, row, "row 3", form, find_answer_kind([row], form))] if form else []
         if {"chosen", "rejected"} <= row.keys():
-            of_form += [told(check_pair, row, "row 3"), told(check_pair, row, "row 3", None, False)]
+            of_form += [answered(check_pair, row, "row 3"), answered(check_pair, row, "row 3", None, False)]
         if "prompt" in row:
-            of_form.append(told(check_prompt, row, "row 3", ("prompt",)))
+            of_form.append(answered(check_prompt, row, "row 3", ("prompt",)))
         unused = [
             (find_refused(names, one, media), find_unused(names, one, media)) for one in FORMS for media in (0, 1)
         ]
-        found[str(row)] = [form, *of_form, told(read_tools, row, "row 3"), *(unused if len(names) > 2 else ())]
+        found[str(row)] = [form, *of_form, answered(read_tools, row, "row 3"), *(unused if len(names) > 2 else ())]
     for content in (
         None,
         "",
@@ -422,7 +422,7 @@ def test_rows_of_every_form():
         {"text": ""},
         3,
     ):
-        found[str(content)] = [is_blank(content), told(joined_text, content, "row 1")]
+        found[str(content)] = [is_blank(content), answered(joined_text, content, "row 1")]
     checked("rows", found)
 
 
@@ -493,7 +493,7 @@ def test_what_backward_of_flash_attention_allocates():
     for flash, dtype, head, capability in itertools.product(
         BACKWARD, (torch.float16, torch.float32), (128, 136, 256, 264), (8.0, 9.0, 10.3, 12.0)
     ):
-        found[f"check {flash} {dtype} {head} {capability}"] = told(check_call, flash, dtype, head, capability)
+        found[f"check {flash} {dtype} {head} {capability}"] = answered(check_call, flash, dtype, head, capability)
     checked("flash_kernels", found)
 
 
@@ -504,12 +504,12 @@ def test_batches_are_what_trying_all_numbers_finds():
     for effective, preferred, processes in itertools.product(range(1, 25), (1, 3, 8), (1, 2, 3)):
         all_numbers = itertools.product(range(1, 25), repeat=2)
         right = [(m, a) for m, a in all_numbers if m <= preferred and m * a * processes == effective]
-        answer = told(batch_settings, effective, preferred, processes)
+        answer = answered(batch_settings, effective, preferred, processes)
         assert answer == max(right) if right else answer.startswith(f"error: an effective batch of {effective} cannot")
         for number in (1, 2, 5):
             for fixed in ({"micro": number}, {"accumulation": number}):
                 share, rest = divmod(effective, processes)
-                answer = told(batch_settings, effective, preferred, processes, **fixed)
+                answer = answered(batch_settings, effective, preferred, processes, **fixed)
                 if rest or share % number:
                     assert answer.startswith("error: ")
                 else:
@@ -525,7 +525,7 @@ def test_batches_are_what_trying_all_numbers_finds():
         (12, 4, 1, 0),
         (12, 4, 5, 7, 9),
     ):
-        odd[numbers] = told(batch_settings, *numbers)
+        odd[numbers] = answered(batch_settings, *numbers)
     checked("batches", odd)
 
 
@@ -577,14 +577,14 @@ def test_fields_of_presets_under_a_users():
 
     found = {}
     for name, method in itertools.product(PRESETS, METHODS):
-        preset = told(get_preset, name, method)
+        preset = answered(get_preset, name, method)
         if isinstance(preset, str):
             found[f"{name} {method}"] = preset
             continue
         usual = resolve(preset, preset.processes, {})
         found[f"{name} {method}"] = usual
         for overrides in OVERRIDES if method == "full" else ():
-            answer = told(resolve, preset, preset.processes, overrides)
+            answer = answered(resolve, preset, preset.processes, overrides)
             if isinstance(answer, dict):
                 fields = usual | answer
                 answer = {key: answer.get(key, "-") for key in fields if answer.get(key, "-") != usual.get(key, "-")}
@@ -601,7 +601,7 @@ def test_files_that_start_a_preset():
     targets = load_contributed("export_targets")
     found = {}
     for name, machines in itertools.product(PRESETS, (0, 1, 2)):
-        preset = told(on_machines, get_preset(name, "lora"), machines)
+        preset = answered(on_machines, get_preset(name, "lora"), machines)
         if isinstance(preset, str):
             found[f"{name} {machines}"] = preset
             continue
@@ -613,7 +613,7 @@ def test_files_that_start_a_preset():
             "deepspeed": preset.deepspeed_config(),
             "batch": [preset.micro_batch_size, preset.gradient_accumulation_steps, preset.effective_batch_size],
             "targets": {
-                target: told(files_of, preset, target, ["sft", "--a", "1"], {"b.json": "{}"})
+                target: answered(files_of, preset, target, ["sft", "--a", "1"], {"b.json": "{}"})
                 for target, files_of in targets.items()
             },
         }
@@ -655,7 +655,7 @@ def test_chunks_are_the_rows_of_their_samples():
         about = (samples, count_rows(batch), count_elements(batch), count_tokens(batch), tensor_shapes(batch))
         found[type(layout).__name__] = about
     for name, odd in (("labels", torch.zeros(3, 2)), ("position_ids", torch.zeros(2, 3, 4)), ("texts", ["a"] * 3)):
-        found[f"odd {name}"] = told(RowLayout().chunk, {"input_ids": torch.zeros(4, 2), name: odd}, 0, 2)
+        found[f"odd {name}"] = answered(RowLayout().chunk, {"input_ids": torch.zeros(4, 2), name: odd}, 0, 2)
     found["nothing"] = (count_rows({}), count_elements(3), count_tokens({}), count_tokens({"input_ids": [1]}))
     checked("chunks", found)
 
@@ -685,7 +685,7 @@ def test_the_weight_of_a_chunk():
     flat = {"input_ids": labels, "labels": torch.tensor([1, -100, 2, 3])}
     assert LossRule.LABELS.count_items(Rows, flat) == 3  # a label a sample is not shifted
     beyond = whole | {"start_positions": torch.tensor([0, 3, 1, 1])}
-    assert told(LossRule.SAMPLES.weight, Rows, beyond, beyond).startswith("error: start_positions lie beyond")
+    assert answered(LossRule.SAMPLES.weight, Rows, beyond, beyond).startswith("error: start_positions lie beyond")
     assert LossRule.SAMPLES.weight(Rows, whole | {"end_positions": torch.tensor([2] * 4)}, parts[0]) == 0.25
 
 
@@ -707,7 +707,7 @@ def test_what_strangers_may_ask():
     changes += [{"settings": [setting]} for setting in ("bf16=true", "bf16=../x", "output_dir=x")]
     changes += [{"settings": ["bf16=1"] * number} for number in (20, 21)]
     changes += [{"config": "a: 1"}]
-    checked("strangers", {str(one)[:90]: told(check_public, replace(usual, **one)) for one in [{}, *changes]})
+    checked("strangers", {str(one)[:90]: answered(check_public, replace(usual, **one)) for one in [{}, *changes]})
 
 
 # ---- models of other sizes, presets by name
@@ -737,7 +737,7 @@ def test_smaller_models_and_other_sizes():
         found[name] = [find_experts(config), *smaller_sizes(config)]
         before = config.to_dict()
         for change in changes:
-            after = told(lambda: with_sizes(config, change).to_dict())  # noqa: B023
+            after = answered(lambda: with_sizes(config, change).to_dict())  # noqa: B023
             if isinstance(after, dict):
                 after = {key: value for key, value in after.items() if value != before.get(key)}
             found[f"{name} {change}"] = after
@@ -770,14 +770,14 @@ def test_presets_by_any_name():
         "nothing",
     ):
         for method in (*METHODS, "LoRA"):
-            found[f"{name} {method}"] = told(lambda: shown(preset_by_name(name, method)))  # noqa: B023
+            found[f"{name} {method}"] = answered(lambda: shown(preset_by_name(name, method)))  # noqa: B023
         for strategy, precision, processes in (
             ("none", None, None), ("ddp", None, None), ("zero3", None, 4), ("fsdp2", "fp8", None), ("tp2", None, 2),
             ("hsdp2", None, 4), ("zero9", None, None), (None, "fp8", None), (None, "int8", None),
             ("zero2_offload_cpu", None, None),
         ):  # fmt: skip
             asked = (name, "full", strategy, precision, processes)
-            found[str(asked)] = told(lambda: shown(preset_by_name(*asked)))  # noqa: B023
+            found[str(asked)] = answered(lambda: shown(preset_by_name(*asked)))  # noqa: B023
     for name, device in devices().items():
         plain = plain_settings(device, "lora", "ddp")
         found[f"plain {name}"] = [
@@ -801,7 +801,7 @@ def test_the_dtype_of_weights_that_a_video_recipe_trains():
         ("rtx_4090", "t4", "cpu"), ("full", "lora"), (None, "float16", "float32")
     ):
         job = SimpleNamespace(recipe=SimpleNamespace(dtype=dtype), preset=get_preset(name, method))
-        found[f"{name} {method} {dtype}"] = told(with_weights_dtype, job) or job.preset.dtype
+        found[f"{name} {method} {dtype}"] = answered(with_weights_dtype, job) or job.preset.dtype
     checked("video_dtypes", found)
 
 
@@ -954,11 +954,11 @@ def test_rows_of_files(tmp_path, monkeypatch):
     for name, content in FILES.items():
         path = Path(name)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        columns = told(find_columns, [path], None)
-        found[name] = [told(lambda: list(numbered_rows(path))), columns, told(find_columns, [path], 1)]  # noqa: B023
+        columns = answered(find_columns, [path], None)
+        found[name] = [answered(lambda: list(numbered_rows(path))), columns, answered(find_columns, [path], 1)]  # noqa: B023
         if isinstance(columns, dict):
             for kept in (columns, dict(list(columns.items())[:1]), dict.fromkeys(columns, True)):
-                found[name].append(told(lambda: list(encoded_rows((path,), tuple(kept.items()), ()))))  # noqa: B023
+                found[name].append(answered(lambda: list(encoded_rows((path,), tuple(kept.items()), ()))))  # noqa: B023
         found[name] += [
             find_line(path, lambda number, row: number == 1),
             str(Place(name, 1)),
@@ -980,9 +980,9 @@ def test_captions_of_a_folder(tmp_path, monkeypatch):
     found["empty"] = captioned_rows(folder, "clips")
     for name in ("a.mp4", "b.PNG", "c.webm"):
         (folder / name).touch()
-        found[f"with {name}"] = told(captioned_rows, folder, "clips")
+        found[f"with {name}"] = answered(captioned_rows, folder, "clips")
         (folder / name).with_suffix(".txt").write_text("" if name == "c.webm" else f" of {name}\n")
-        rows = told(captioned_rows, folder, "clips")
+        rows = answered(captioned_rows, folder, "clips")
         found[f"{name} captioned"] = str(rows).replace(str(tmp_path), "")
     (folder / "metadata.csv").touch()
     found["metadata"] = captioned_rows(folder, "clips")
@@ -1050,7 +1050,7 @@ def test_what_data_train_a_model_for(task, tmp_path, monkeypatch, no_progress_ba
         rows = [row, row, *([bad[name]] if name in bad else [])]
         Path(f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
         for with_media, skip in ((False, False), (name in ("clips", "caption"), True)):
-            use = told(find_use, f"{name}.jsonl", task, with_media, skip=skip)
+            use = answered(find_use, f"{name}.jsonl", task, with_media, skip=skip)
             if not isinstance(use, str):
                 use = [
                     use,

@@ -110,13 +110,13 @@ def test_what_a_recipe_reports(tmp_path, capsys, monkeypatch):
         {"event": "oom_recovered", "stage": "eval", "micro_batch_after": 1, "step": 2, "message": "out of memory"},
         {"event": "oom_recovered", "stage": "train", "micro_batch_after": 2, "step": 3, "message": "out of memory"},
     ]
-    for name, estimate, losses, told, waited, counted in (
+    for name, estimate, losses, answered, waited, counted in (
         ("plain", ESTIMATE, {0: 2.0, 12: 1.5}, [], None, 0),
         ("short of memory", ESTIMATE, {5: 2.0}, events, 0.256, 3 * GIB),
         ("not predicted", None, {}, events[1:2], 0.0, 0),
     ):
         job, trainer = trained(tmp_path / name.replace(" ", "_"))
-        trainer.memory_events, trainer.data_wait_share = told, waited
+        trainer.memory_events, trainer.data_wait_share = answered, waited
         peaks = SimpleNamespace(bytes=counted, batch=None, phases={"forward": 5})
         (tmp_path / name.replace(" ", "_") / "out").mkdir(parents=True)
         summary.finish(job, trainer, losses, estimate, peaks)
