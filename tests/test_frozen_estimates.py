@@ -165,13 +165,20 @@ TRACED = {
 def test_what_follows_of_a_jobs_fields():
     found = {}
     for fields in (
-        {}, {"bf16": True}, {"fp16": True}, {"bf16": True, "fp16": True}, {"activation_checkpointing": True},
+        {},
+        {"bf16": True},
+        {"fp16": True},
+        {"bf16": True, "fp16": True},
+        {"activation_checkpointing": True},
         {"bf16": True, "activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
-        {"bf16": True, "optim": "sgd", "gradient_accumulation_steps": 1}, {"eval_strategy": "steps"},
-        {"bf16": True, "torch_compile": True}, {"bf16": True, "auto_find_batch_size": True},
-        {"bf16": True, "use_liger_kernel": True}, {"eval_strategy": "no", "do_eval": True},
+        {"bf16": True, "optim": "sgd", "gradient_accumulation_steps": 1},
+        {"eval_strategy": "steps"},
+        {"bf16": True, "torch_compile": True},
+        {"bf16": True, "auto_find_batch_size": True},
+        {"bf16": True, "use_liger_kernel": True},
+        {"eval_strategy": "no", "do_eval": True},
         {"per_device_train_batch_size": 5},
-    ):  # fmt: skip
+    ):
         found[str(fields)] = described("llama", fields)
     frozen.check("jobs_fields", found)
 
@@ -180,27 +187,59 @@ def test_what_follows_of_a_jobs_settings():
     found = {}
     half = {"bf16": True}
     for settings in (
-        {"padded": True}, {"packed": True}, {"dtype": "bfloat16"}, {"attn_implementation": "eager"},
-        {"attn_implementation": "flash_attention_2"}, {"attn_implementation": "flash_attention_3"},
-        {"world_size": 4}, {"world_size": 4, "strategy": "ddp"}, {"world_size": 4, "strategy": "zero3", "rank": 3},
-        {"world_size": 4, "strategy": "zero2"}, {"world_size": 2, "strategy": "fsdp2", "rank": 2},
-        {"world_size": 4, "strategy": "fsdp2"}, {"world_size": 4, "strategy": "zero3_offload_cpu"}, {"world_size": 0},
-        {"length": 128}, {"length": 129}, {"length": 0}, {"hardware": "t4"}, {"hardware": "cpu"},
-        {"hardware": "mi300x"}, {"hardware": "apple_m2_16gb"}, {"padded": "x"},
-        {"task": "sequence-classification"}, {"task": "nothing"},
-        *({"asked": asked} for asked in (
-            {"checkpoint_ratio": 0.5}, {"activation_offload": True}, {"max_tokens_per_batch": 100},
-            {"loss_chunk_size": 16}, {"adam_mini": True}, {"activation_compression": "int8"}, {"sliding_window": 16},
-            {"optimizer_cpu_offload": True}, {"mlp_tile_size": 16}, {"weight_streaming": True},
-        )),
-    ):  # fmt: skip
+        {"padded": True},
+        {"packed": True},
+        {"dtype": "bfloat16"},
+        {"attn_implementation": "eager"},
+        {"attn_implementation": "flash_attention_2"},
+        {"attn_implementation": "flash_attention_3"},
+        {"world_size": 4},
+        {"world_size": 4, "strategy": "ddp"},
+        {"world_size": 4, "strategy": "zero3", "rank": 3},
+        {"world_size": 4, "strategy": "zero2"},
+        {"world_size": 2, "strategy": "fsdp2", "rank": 2},
+        {"world_size": 4, "strategy": "fsdp2"},
+        {"world_size": 4, "strategy": "zero3_offload_cpu"},
+        {"world_size": 0},
+        {"length": 128},
+        {"length": 129},
+        {"length": 0},
+        {"hardware": "t4"},
+        {"hardware": "cpu"},
+        {"hardware": "mi300x"},
+        {"hardware": "apple_m2_16gb"},
+        {"padded": "x"},
+        {"task": "sequence-classification"},
+        {"task": "nothing"},
+        *(
+            {"asked": asked}
+            for asked in (
+                {"checkpoint_ratio": 0.5},
+                {"activation_offload": True},
+                {"max_tokens_per_batch": 100},
+                {"loss_chunk_size": 16},
+                {"adam_mini": True},
+                {"activation_compression": "int8"},
+                {"sliding_window": 16},
+                {"optimizer_cpu_offload": True},
+                {"mlp_tile_size": 16},
+                {"weight_streaming": True},
+            )
+        ),
+    ):
         memory_args = {"memory_args": MemoryArguments(**settings["asked"])} if "asked" in settings else settings
         found[str(settings)] = described("llama", half, **memory_args)
     for model, shape in (
-        ("bert", {}), ("t5", {}), ("gpt2", {}), ("mixtral", {}), ("qwen2", {}), ("llama", {"num_hidden_layers": 2}),
+        ("bert", {}),
+        ("t5", {}),
+        ("gpt2", {}),
+        ("mixtral", {}),
+        ("qwen2", {}),
+        ("llama", {"num_hidden_layers": 2}),
         ("llama", {"num_hidden_layers": 5}),
-        ("llama", {"num_key_value_heads": 4}), ("llama", {"rope_parameters": None}),
-    ):  # fmt: skip
+        ("llama", {"num_key_value_heads": 4}),
+        ("llama", {"rope_parameters": None}),
+    ):
         found[f"{model} {shape}"] = described(model, half, shape=shape)
     frozen.check("jobs_settings", found)
 
@@ -234,10 +273,14 @@ def test_assembled_for_other_devices_and_settings(traced):
         job = of_job(hardware, fields={"bf16": hardware != "t4", "fp16": hardware == "t4"})
         found[hardware] = [answered(assemble(job, *traced)), speed(throughput(job, job, *traced))]
     for more in (
-        {"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 7}, {"dataloader_num_workers": 3},
-        {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 5}, {"dataloader_pin_memory": False},
-        {"torch_compile": True}, {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
-    ):  # fmt: skip
+        {"gradient_accumulation_steps": 1},
+        {"gradient_accumulation_steps": 7},
+        {"dataloader_num_workers": 3},
+        {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 5},
+        {"dataloader_pin_memory": False},
+        {"torch_compile": True},
+        {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
+    ):
         job = of_job(fields=more)
         found[str(more)] = [answered(assemble(job, *traced)), speed(throughput(job, job, *traced))]
     limits = {"max_memory_gib": 2.0}, {"oom_recovery": False}
@@ -279,13 +322,18 @@ def test_speed_of_traces_written_by_hand():
 
     found = {}
     for settings in (
-        {}, {"fields": {"gradient_accumulation_steps": 1}}, {"fields": {"gradient_accumulation_steps": 5}},
-        {"world_size": 4, "strategy": "ddp"}, {"world_size": 4, "strategy": "zero2"},
-        {"world_size": 8, "strategy": "zero3"}, {"world_size": 4, "strategy": "fsdp2"},
+        {},
+        {"fields": {"gradient_accumulation_steps": 1}},
+        {"fields": {"gradient_accumulation_steps": 5}},
+        {"world_size": 4, "strategy": "ddp"},
+        {"world_size": 4, "strategy": "zero2"},
+        {"world_size": 8, "strategy": "zero3"},
+        {"world_size": 4, "strategy": "fsdp2"},
         {"world_size": 4, "strategy": "zero3_offload_cpu"},
         *({"feature": name} for name in ("activation_offload", "weight_streaming", "optimizer_cpu_offload")),
-        {"hardware": "a100_80gb"}, {"hardware": "mi300x"},
-    ):  # fmt: skip
+        {"hardware": "a100_80gb"},
+        {"hardware": "mi300x"},
+    ):
         feature = settings.get("feature")
         job = of_job(**({"memory_args": MemoryArguments(**{feature: True})} if feature else settings))
         counted = counted_job(job)

@@ -228,11 +228,19 @@ def test_frames_of_a_clip():
     from hf_memopt.video.frame_limits import FrameLimits, Sampling
 
     samplings = (
-        {}, {"fps": 1}, {"fps": 30.0}, {"nframes": 3}, {"nframes": 9, "max_frames": 6}, {"min_frames": 7, "fps": 0.1},
-        {"max_frames": 5}, {"min_pixels": 90_000}, {"max_pixels": 20_000}, {"total_pixels": 500_000},
+        {},
+        {"fps": 1},
+        {"fps": 30.0},
+        {"nframes": 3},
+        {"nframes": 9, "max_frames": 6},
+        {"min_frames": 7, "fps": 0.1},
+        {"max_frames": 5},
+        {"min_pixels": 90_000},
+        {"max_pixels": 20_000},
+        {"total_pixels": 500_000},
         {"total_pixels": 100, "min_pixels": 3_000},
         {"total_pixels": 10**6, "max_pixels": 50_000, "min_pixels": 60_000},
-    )  # fmt: skip
+    )
     limits = ({}, {"max_frames": None, "fps": 2}, {"max_frames": 7, "multiple_of": 2}, {"fps": 0.5, "multiple_of": 4})
     limits += ({"max_pixels": 10_000, "side_multiple": 28, "multiple_of": 2},)
     found = {}
@@ -287,14 +295,60 @@ def test_values_of_fields():
     from hf_memopt.field_values import fit, hints_of
 
     names = (
-        "bf16", "learning_rate", "max_steps", "seed", "save_steps", "optim", "eval_strategy", "report_to", "fsdp",
-        "per_device_train_batch_size", "adam_beta1", "run_name", "max_grad_norm", "lr_scheduler_kwargs", "log_level",
-        "num_train_epochs", "dataloader_num_workers", "eval_delay", "torch_empty_cache_steps", "label_names",
-    )  # fmt: skip
+        "bf16",
+        "learning_rate",
+        "max_steps",
+        "seed",
+        "save_steps",
+        "optim",
+        "eval_strategy",
+        "report_to",
+        "fsdp",
+        "per_device_train_batch_size",
+        "adam_beta1",
+        "run_name",
+        "max_grad_norm",
+        "lr_scheduler_kwargs",
+        "log_level",
+        "num_train_epochs",
+        "dataloader_num_workers",
+        "eval_delay",
+        "torch_empty_cache_steps",
+        "label_names",
+    )
     values = (
-        True, False, None, 0, 1, 2, -1, -2, 1.0, 0.5, 1.5, 2**31, 2**63, float("nan"), "1", "0", "yes", "no", "2k",
-        "1e-4", "AdamW_Torch", "steps", "", "abc", [], ["a"], ["a", 1], {"a": 1}, "1_000", "3 GB", 1025,
-    )  # fmt: skip
+        True,
+        False,
+        None,
+        0,
+        1,
+        2,
+        -1,
+        -2,
+        1.0,
+        0.5,
+        1.5,
+        2**31,
+        2**63,
+        float("nan"),
+        "1",
+        "0",
+        "yes",
+        "no",
+        "2k",
+        "1e-4",
+        "AdamW_Torch",
+        "steps",
+        "",
+        "abc",
+        [],
+        ["a"],
+        ["a", 1],
+        {"a": 1},
+        "1_000",
+        "3 GB",
+        1025,
+    )
     hints = hints_of(TrainingArguments)
     checked(
         "field_values",
@@ -341,9 +395,16 @@ def test_numbers_and_sizes():
     found["duration"] = [duration(10**9, 5e3, 2.5, 8), duration(7, 2.0), run_duration(100, 3.6, 2.0, 4)]
     found["unknown"] = [run_duration(None, 1.0), run_duration(1, None)]
     for asked in (
-        {}, {"tokens": 5}, {"samples": 3}, {"samples": 3, "epochs": 1.5}, {"epochs": 2}, {"tokens": 1, "epochs": 1},
-        {"price": 2}, {"tokens": 1, "samples": 1}, {"samples": 2, "price": 1},
-    ):  # fmt: skip
+        {},
+        {"tokens": 5},
+        {"samples": 3},
+        {"samples": 3, "epochs": 1.5},
+        {"epochs": 2},
+        {"tokens": 1, "epochs": 1},
+        {"price": 2},
+        {"tokens": 1, "samples": 1},
+        {"samples": 2, "price": 1},
+    ):
         amount = answered(Amount, **asked)
         counts = amount if isinstance(amount, str) else (amount.count_samples(), amount.count_tokens(10))
         found[f"amount {asked}"] = counts
@@ -364,11 +425,16 @@ ROWS = (
     {"messages": [{"role": "user", "content": "a", "weight": 0}, {"role": "assistant", "content": "b", "weight": 1}]},
     {"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
     {"messages": [{"role": "system", "content": "t"}, {"role": "user", "content": "a"}], "system": "s"},
-    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "system": "s",
-     "system_prompt": "t"},
+    {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "system": "s",
+        "system_prompt": "t",
+    },
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
-    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-     "tools": [{"function": {"name": "f", "x": None}}]},
+    {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "tools": [{"function": {"name": "f", "x": None}}],
+    },
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": "{"},
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "videos": ["v"]},
     {"prompt": "a", "completion": "b"},
@@ -383,14 +449,19 @@ ROWS = (
     {"text": None},
     {"chosen": "a", "rejected": "b", "prompt": "p"},
     {"chosen": "a", "rejected": "a", "prompt": "p"},
-    {"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}],
-     "prompt": [{"role": "user", "content": "p"}]},
+    {
+        "chosen": [{"role": "assistant", "content": "a"}],
+        "rejected": [{"role": "assistant", "content": "b"}],
+        "prompt": [{"role": "user", "content": "p"}],
+    },
     {"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]},
-    {"chosen": [{"role": "user", "content": "p"}], "rejected": [{"role": "user", "content": "p"}, {"role": "user",
-     "content": "q"}]},
+    {
+        "chosen": [{"role": "user", "content": "p"}],
+        "rejected": [{"role": "user", "content": "p"}, {"role": "user", "content": "q"}],
+    },
     {"chosen": "a", "rejected": [{"role": "assistant", "content": "b"}]},
     {"label": 1, "text": "a", "weight": 2},
-)  # fmt: skip
+)
 
 
 def test_rows_of_every_form():
@@ -559,16 +630,30 @@ def test_clips_in_the_order_of_preference():
 
 PRESETS = ("t4", "rtx_4090", "l40s_x4", "h100_80gb_x8", "h100_80gb_x16_nodes", "apple_m2_16gb", "cpu_x2", "mi300x")
 OVERRIDES = (
-    {}, {"fp16": True}, {"bf16": True}, {"activation_checkpointing": False}, {"dataloader_num_workers": 0},
-    {"use_cpu": True}, {"optim": "adamw_torchs"}, {"optim": "sgd"},
+    {},
+    {"fp16": True},
+    {"bf16": True},
+    {"activation_checkpointing": False},
+    {"dataloader_num_workers": 0},
+    {"use_cpu": True},
+    {"optim": "adamw_torchs"},
+    {"optim": "sgd"},
     {"torch_compile": False, "torch_compile_mode": "x"},
-    {"torch_compile": False}, {"torch_compile": True, "torch_compile_backend": "y"}, {"lr_scheduler_kwargs": "a"},
-    {"lr_scheduler_kwargs": '{"a": 1}'}, {"activation_checkpointing_kwargs": "x"}, {"optim_args": "a=1, b=2"},
-    {"optim_args": "a"}, {"optim_args": "a=b=c"}, {"output_dir": ""}, {"effective_batch_size": 12},
-    {"effective_batch_size": 16, "per_device_train_batch_size": 2}, {"per_device_train_batch_size": 3},
+    {"torch_compile": False},
+    {"torch_compile": True, "torch_compile_backend": "y"},
+    {"lr_scheduler_kwargs": "a"},
+    {"lr_scheduler_kwargs": '{"a": 1}'},
+    {"activation_checkpointing_kwargs": "x"},
+    {"optim_args": "a=1, b=2"},
+    {"optim_args": "a"},
+    {"optim_args": "a=b=c"},
+    {"output_dir": ""},
+    {"effective_batch_size": 12},
+    {"effective_batch_size": 16, "per_device_train_batch_size": 2},
+    {"per_device_train_batch_size": 3},
     {"effective_batch_size": 7, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
     {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"a": 1}},
-)  # fmt: skip
+)
 
 
 def test_fields_of_presets_under_a_users():
@@ -636,14 +721,24 @@ def test_chunks_are_the_rows_of_their_samples():
         tensor_shapes,
     )
 
-    rows = {"input_ids": torch.arange(12).view(4, 3), "position_ids": torch.arange(24).view(2, 4, 3),
-            "shared": torch.ones(1, 5), "names": ["a", "b", "c", "d"], "inner": {"x": torch.arange(4)},
-            "number": 3, "scalar": torch.tensor(2.0)}  # fmt: skip
+    rows = {
+        "input_ids": torch.arange(12).view(4, 3),
+        "position_ids": torch.arange(24).view(2, 4, 3),
+        "shared": torch.ones(1, 5),
+        "names": ["a", "b", "c", "d"],
+        "inner": {"x": torch.arange(4)},
+        "number": 3,
+        "scalar": torch.tensor(2.0),
+    }
     pairs = {"input_ids": torch.arange(8).view(8, 1), "margin": torch.arange(4)}
-    packed = {"input_ids": torch.arange(7)[None], "position_ids": torch.tensor([[0, 1, 0, 1, 2, 0, 1]]),
-              "cu_seq_lens_q": torch.tensor([0, 2, 5, 7]), "max_length_q": 3,
-              "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 2, 2]]),
-              "labels": torch.arange(7)[None] * 2}  # fmt: skip
+    packed = {
+        "input_ids": torch.arange(7)[None],
+        "position_ids": torch.tensor([[0, 1, 0, 1, 2, 0, 1]]),
+        "cu_seq_lens_q": torch.tensor([0, 2, 5, 7]),
+        "max_length_q": 3,
+        "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 2, 2]]),
+        "labels": torch.arange(7)[None] * 2,
+    }
     found = {}
     for layout, batch in ((RowLayout(), rows), (PairLayout(), pairs), (UnpaddedLayout(), packed)):
         samples = layout.count(batch)
@@ -727,11 +822,21 @@ def test_smaller_models_and_other_sizes():
         "gpt2": AutoConfig.for_model("gpt2", n_layer=5, n_embd=48, n_head=6, vocab_size=100),
     }
     changes = (
-        {"num_hidden_layers": 5}, {"num_hidden_layers": 25}, {"hidden_size": 48}, {"hidden_size": 50},
-        {"hidden_size": 48, "num_attention_heads": 6}, {"num_attention_heads": 24}, {"num_key_value_heads": 2},
-        {"head_dim": 16, "hidden_size": 48}, {"vocab_size": 7.5}, {"vocab_size": True}, {"tie_word_embeddings": 1},
-        {"rms_norm_eps": 1}, {"model_type": "bert"}, {"num_layers": 3},
-    )  # fmt: skip
+        {"num_hidden_layers": 5},
+        {"num_hidden_layers": 25},
+        {"hidden_size": 48},
+        {"hidden_size": 50},
+        {"hidden_size": 48, "num_attention_heads": 6},
+        {"num_attention_heads": 24},
+        {"num_key_value_heads": 2},
+        {"head_dim": 16, "hidden_size": 48},
+        {"vocab_size": 7.5},
+        {"vocab_size": True},
+        {"tie_word_embeddings": 1},
+        {"rms_norm_eps": 1},
+        {"model_type": "bert"},
+        {"num_layers": 3},
+    )
     found = {}
     for name, config in configs.items():
         found[name] = [find_experts(config), *smaller_sizes(config)]
@@ -772,10 +877,17 @@ def test_presets_by_any_name():
         for method in (*METHODS, "LoRA"):
             found[f"{name} {method}"] = answered(lambda: shown(preset_by_name(name, method)))  # noqa: B023
         for strategy, precision, processes in (
-            ("none", None, None), ("ddp", None, None), ("zero3", None, 4), ("fsdp2", "fp8", None), ("tp2", None, 2),
-            ("hsdp2", None, 4), ("zero9", None, None), (None, "fp8", None), (None, "int8", None),
+            ("none", None, None),
+            ("ddp", None, None),
+            ("zero3", None, 4),
+            ("fsdp2", "fp8", None),
+            ("tp2", None, 2),
+            ("hsdp2", None, 4),
+            ("zero9", None, None),
+            (None, "fp8", None),
+            (None, "int8", None),
             ("zero2_offload_cpu", None, None),
-        ):  # fmt: skip
+        ):
             asked = (name, "full", strategy, precision, processes)
             found[str(asked)] = answered(lambda: shown(preset_by_name(*asked)))  # noqa: B023
     for name, device in devices().items():
@@ -867,10 +979,16 @@ def test_pictures_as_clips(tmp_path):
     found["names"] = [file.name for file in files]
     found["turned"] = [image_size(file) for file in frames_in(tmp_path / "turned")]
     for limits in (
-        {}, {"max_frames": 4}, {"max_frames": 5, "multiple_of": 2}, {"max_frames": None, "multiple_of": 5},
-        {"max_pixels": 600, "side_multiple": 4}, {"sampling": Sampling(video_start=1, video_end=4)},
-        {"sampling": Sampling(sample_fps=4, nframes=3)}, {"fps": 1}, {"sampling": Sampling(fps=1)},
-    ):  # fmt: skip
+        {},
+        {"max_frames": 4},
+        {"max_frames": 5, "multiple_of": 2},
+        {"max_frames": None, "multiple_of": 5},
+        {"max_pixels": 600, "side_multiple": 4},
+        {"sampling": Sampling(video_start=1, video_end=4)},
+        {"sampling": Sampling(sample_fps=4, nframes=3)},
+        {"fps": 1},
+        {"sampling": Sampling(fps=1)},
+    ):
         clip, outline = read_frames(files, FrameLimits(**limits)), outline_frames(files, FrameLimits(**limits))
         assert (outline.frames, outline.height, outline.width) == (len(clip.frames), *clip.frames.shape[2:])
         assert outline.pixels == outline.frames * outline.height * outline.width

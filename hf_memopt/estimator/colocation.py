@@ -7,6 +7,7 @@ generation/vllm_generation.py), which frees weights and cache; level 1 would kee
 """
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from hf_memopt.errors import InputError
@@ -16,6 +17,8 @@ from hf_memopt.units import gib
 
 # TRL 1.16's defaults (GRPOConfig, RLOOConfig).
 _SHARE, _MODE = 0.3, "colocate"
+# vLLM's activations and CUDA graphs beside weights and cache: assumed, vLLM measures them when it starts.
+OWN_MEMORY = 1.1
 _BYTES = 2  # of a weight: vLLM loads 32-bit checkpoints in 16 bits (dtype="auto")
 
 
@@ -43,8 +46,8 @@ def add_engine(peaks: dict[str, Peak], job) -> None:
     share, weights = engine_share(job), engine_weights(job, peaks)
     if weights > share:
         raise InputError(
-            f"vllm_gpu_memory_utilization={_utilization(job)} is {gib(share)}, and vLLM's copy of the weights takes "
-            f"{gib(weights)}: raise it, or vllm_tensor_parallel_size"
+            f"vllm_gpu_memory_utilization={utilization(job.fields)} is {gib(share)}, and vLLM's copy of the weights "
+            f"takes {gib(weights)}: raise it, or vllm_tensor_parallel_size"
         )
     sleeps = job.fields.get("vllm_enable_sleep_mode")
     for name, peak in peaks.items():
@@ -65,9 +68,9 @@ def notes_on_engine(job, peaks: dict[str, Peak]) -> list[str]:
     times = "while it generates: it sleeps at level 2 otherwise" if sleeps else "all the time"
     tokens = int((share - weights) / cache_bytes(job.config))
     return [
-        f"vLLM: arithmetic, not measured: {gib(share)} ({_utilization(job)} of {gib(job.device.memory)}) {times}, "
-        f"with {gib(weights)} of weights and a KV cache of at most {tokens:,} tokens, less vLLM's own activations and "
-        "CUDA graphs; counted as other"
+        f"vLLM: arithmetic, not measured: {gib(share)} ({utilization(job.fields)} of {gib(job.device.memory)}) "
+        f"{times}, with {gib(weights)} of weights and a KV cache of at most {tokens:,} tokens, less vLLM's own "
+        "activations and CUDA graphs; counted as other"
     ]
 
 
@@ -76,8 +79,9 @@ def _add(peak: Peak, size: int) -> None:
     peak.by_kind["other"] = peak.by_kind.get("other", 0) + size
 
 
-def _utilization(job) -> float:
-    return job.fields.get("vllm_gpu_memory_utilization", _SHARE)
+def utilization(fields: Mapping[str, Any]) -> float:
+    """The share of the card that vLLM takes beside training."""
+    return fields.get("vllm_gpu_memory_utilization", _SHARE)
 
 
 def engine_share(job) -> int:
@@ -88,7 +92,7 @@ def engine_share(job) -> int:
     """
     if job.device.memory is None:
         raise InputError(f"use_vllm=True: the memory of {job.device.label} is not known, of which vLLM takes a share")
-    return int(job.device.memory * _utilization(job))
+    return int(job.device.memory * utilization(job.fields))
 
 
 def engine_weights(job, peaks: dict[str, Peak]) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_memopt.estimator.accounting.ledger import Peak
-from hf_memopt.estimator.colocation import cache_bytes, colocates, engine_weights
+from hf_memopt.estimator.colocation import OWN_MEMORY, cache_bytes, colocates, engine_weights, utilization
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.speed import memory_rate
 from hf_memopt.estimator.step_time import host_link
@@ -31,8 +31,7 @@ LONGEST = 3.0
 PASS_OF_LAYER = 70e-6
 # TRL's own log (issue 4086): 0.3 s to wake up, 1.3 to 1.6 s to fall asleep.
 SLEEPING = 1.75
-_OWN_MEMORY = 1.1  # vLLM's activations and CUDA graphs beside weights and cache: assumed (planner.trl_choices)
-_SHARE, _SERVER_SHARE = 0.3, 0.9  # vllm_gpu_memory_utilization: TRL 1.16's for colocation, `trl vllm-serve`'s
+_SERVER_SHARE = 0.9  # of a server's card: vllm_gpu_memory_utilization of `trl vllm-serve` (TRL 1.16)
 
 
 class Lengths(NamedTuple):
@@ -163,7 +162,7 @@ def _by_vllm(
     shares_card = colocates(fields)
     cards, layers = fields.get("vllm_tensor_parallel_size", 1), count_layers(job.config)
     weights = engine_weights(job, dict(peaks))
-    used = fields.get("vllm_gpu_memory_utilization", _SHARE) if shares_card else _SERVER_SHARE
+    used = utilization(fields) if shares_card else _SERVER_SHARE
     engine_completions = completions * (cards if shares_card else job.world_size)
     exchanged = 2 * layers * 2 * job.config.get_text_config().hidden_size * engine_completions  # two sums a layer
     decoder = Decoder(
@@ -171,7 +170,7 @@ def _by_vllm(
         cards=cards,
         weights=weights,
         cache=cache_bytes(job.config) / cards,
-        room=used * job.device.memory / _OWN_MEMORY - weights,
+        room=used * job.device.memory / OWN_MEMORY - weights,
         token_seconds=token,
         beside=layers * PASS_OF_LAYER + Links(job.device, cards).seconds(exchanged, 2 * layers),
     )

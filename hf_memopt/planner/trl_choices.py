@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_memopt.engines import engine_named
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.colocation import cache_bytes, colocates
+from hf_memopt.estimator.colocation import OWN_MEMORY, cache_bytes, colocates
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, TrlTask
 from hf_memopt.job.spec import JobSpec
@@ -23,8 +23,6 @@ from hf_memopt.units import gib
 _NOT_CHANGES = ("padding_free", "use_liger_kernel")  # that others propose, and TRL 1.16's trainers gain nothing from
 _MOST_GENERATIONS = 8  # of an optimizer step
 _WAVES = (1, 2, 4, 8)  # in which vLLM writes the completions of a generation batch
-# vLLM's activations and CUDA graphs beside weights and cache: assumed, vLLM measures them when it starts.
-_OWN_MEMORY = 1.1
 _STEP, _LARGEST = 0.05, 0.9  # of shares; 0.9 is vLLM's own default, for a card of its own
 _ROUNDED_DOWN = 1e-9  # of a share: floating-point noise must not cost a whole _STEP
 
@@ -177,10 +175,10 @@ class TrlSpace:
         seen = set()
         for waves in _WAVES:
             cache = ceil(completions / waves) * job.seq_len * cache_bytes(job.config)
-            share = _OWN_MEMORY * (weights + cache) / job.device.memory
+            share = OWN_MEMORY * (weights + cache) / job.device.memory
             share = round(ceil(share / _STEP - _ROUNDED_DOWN) * _STEP, 2)
             if fixed := self.fixed.get("vllm_gpu_memory_utilization"):
-                own = fixed * job.device.memory / _OWN_MEMORY - weights
+                own = fixed * job.device.memory / OWN_MEMORY - weights
                 waves, share = max(1, ceil((cache * waves) / own)) if own > 0 else 1, fixed
             if share in seen or share > max(_LARGEST, fixed or 0):
                 continue
