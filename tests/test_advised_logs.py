@@ -97,7 +97,7 @@ DISGUISES = {
 _RANKED = ("mpirun", "default rank", "stamp and rank")
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("disguise", DISGUISES)
 def test_logs_as_others_write_them_down(disguise):
     for row in ROWS:

@@ -110,6 +110,7 @@ def test_a_call_saves_its_inputs_output_and_logsumexp(name):
     assert abs(peak - gradients - allocated(flash)) <= 8 * 512
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", FLASH)
 def test_every_version_is_estimated(name):
     result = job(name, CARDS[name])

@@ -57,7 +57,7 @@ def test_hf_memopt_is_an_extension_of_hf(command, tmp_path, monkeypatch):
     assert started == [[str(BIN / "hf-memopt"), "--version"]]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("shell", "typed", "count", "found"),
     [

@@ -49,6 +49,7 @@ def test_every_container_and_codec(name, tmp_path):
     )
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("frames", [1, 5, 150, 491])
 @pytest.mark.parametrize("max_frames", [1, 2, 7, 16, 50, None])
 def test_how_many(frames, max_frames, tmp_path_factory):

@@ -102,6 +102,7 @@ def test_packages_are_looked_for_by_the_name_that_transformers_imports(module):
 ON_PYPI = {"optimi": "torch-optimi", "torchao": "'torchao[^']*'"}
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(("optim", "module"), sorted(PACKAGES.items()))
 def test_a_missing_package_is_named_and_an_installed_one_is_found(optim, module, monkeypatch, tmp_path):
     """The real search for modules: without any folder of packages, and with a package of the module's name."""

@@ -131,6 +131,7 @@ def test_a_damaged_file_is_one_line_or_a_page(name, content, error, tmp_path):
     )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [

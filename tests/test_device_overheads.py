@@ -33,6 +33,7 @@ def test_a_context_is_hoppers_as_measured_or_assumed(hardware, size):
     assert context(get_hardware(hardware)) == size * MIB
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("hardware", "handle"),
     [("t4", 8_519_680), ("a100_80gb", 8_519_680), ("h100_80gb", 32 * MIB), ("rtx_5090", 32 * MIB)],

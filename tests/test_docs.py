@@ -25,6 +25,8 @@ def benchmarks(monkeypatch):
 # ---- numbers
 
 
+@pytest.mark.kept
+@pytest.mark.slow
 def test_every_number_is_the_measured_predicted_or_recomputed_one(benchmarks):
     """`make docs` was run after the benchmarks."""
     import fill_docs
@@ -253,6 +255,8 @@ def commands() -> list[tuple[str, str]]:
     return sorted((page, words) for words, page in found.items())
 
 
+@pytest.mark.kept
+@pytest.mark.slow
 def test_commands_are_understood(subtests):
     """Parsed by the command line itself and by the recipes, and the files that they name are there."""
     for page, line in commands():

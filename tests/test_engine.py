@@ -76,6 +76,7 @@ def cases():
                 yield pytest.param(number, engine, offload, way, id=f"{number}-{engine}-{offload}-{way}")
 
 
+@pytest.mark.drawn(45)
 @pytest.mark.parametrize(("number", "engine", "offload", "way"), list(cases()))
 def test_every_row_is_tripped_in_every_way(number, engine, offload, way, monkeypatch, tmp_path):
     rule = RULES[number]

@@ -67,6 +67,7 @@ def _trainer(folder, lengths, **more):
     return Trainer(LlamaForCausalLM(config), args, train_dataset=data, data_collator=_collate, **more)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("lengths", "real"),
     [

@@ -79,12 +79,14 @@ def check(number: int, folder, *depths) -> str:
     return "answered"
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("number", range(IN_CI))
 def test_a_random_job(number, tmp_path):
     check(number, tmp_path, SHALLOW)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("number", FOUND)
 def test_a_job_that_was_wrong_once(number, tmp_path):
     """Adagrad's states beside offloaded weights; an evaluation without the next batches; Adagrad under ZeRO-3."""

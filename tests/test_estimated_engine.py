@@ -77,6 +77,7 @@ def test_arguments_in_an_object_count_less_than_a_strategy_too(tmp_path):
     assert describe(config, args, 64, "a100_80gb", world_size=2).engine.family == "fsdp2"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "fields",
     [

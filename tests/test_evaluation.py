@@ -82,6 +82,7 @@ def test_what_reduced_logits_answer_is_what_the_logits_would(take, tmp_path):
     assert numpy.array_equal(*seen)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     "take",
     [

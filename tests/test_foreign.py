@@ -437,7 +437,7 @@ def test_a_plan_keeps_an_optimizer_that_the_file_chose(command, tmp_path):
     assert all(profile["training_arguments"]["optim"] == "paged_adamw_8bit" for profile in plan["profiles"])
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", [name for name, expected in EXPECTED.items() if "error" not in expected])
 def test_odd_values_are_answered_or_refused(name):
     """Whatever stands beside a key: a job, or an InputError."""
@@ -553,6 +553,7 @@ def test_a_file_of_ms_swifts_preference_training_is_none_of_fine_tuning(tmp_path
     assert read_source(str(tmp_path / "job.yaml")).translate().fields["task"] == "dpo"
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("text", "copies"),

@@ -178,6 +178,7 @@ def test_a_command_is_read_whole_or_refused(subtests):
             assert {key: translation.fields.get(key) for key in expected} == expected
 
 
+@pytest.mark.slow
 def test_another_word_is_never_dropped(subtests):
     for text in [text for text in COMMANDS if not set(text) & set("\n;|&<#'\"$")]:
         with subtests.test(text=text):
@@ -352,6 +353,7 @@ def test_the_launchers_accumulation_is_compared_with_the_trainers(words, refused
     assert (code, refused in errors) == (2 if refused else 0, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "refused"), [("1e-4", ""), ("3e-4", "params.lr=0.0001 vs hf learning_rate=0.0003")])
 def test_a_learning_rate_is_compared_with_deepspeeds(rate, refused, command, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(_JSON))

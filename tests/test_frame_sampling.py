@@ -39,6 +39,7 @@ def qwen_indices(frames: int, rate: float, asked: dict, factor: int = 2) -> list
     return [round(first + (last - first) * Fraction(step, count - 1)) for step in range(count)]
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     "asked",

@@ -52,6 +52,7 @@ def bare(page: str, runs) -> list[str]:
     return re.sub(r"<style>.*?</style>", "", page.replace(str(runs[0].parent), ""), flags=re.DOTALL).splitlines()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "at", "fields"),
     [
@@ -70,7 +71,7 @@ def test_what_a_run_tells_of_its_failures(name, at, fields, tmp_path):
     frozen.check(f"run_{name.replace(' ', '_')}", seen)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("name", "asked"),
     [

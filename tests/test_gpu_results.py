@@ -27,6 +27,7 @@ JOBS = {
 QUICK = "h200: estimator/full 0.5B, fp32"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in JOBS if name != QUICK)]
 )

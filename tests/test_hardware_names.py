@@ -91,6 +91,8 @@ def _check(case):
     assert key in family and count == expected, f"{text!r}: {sorted(family)[:5]} × {count}, written for {key}"
 
 
+@pytest.mark.kept
+@pytest.mark.slow
 def test_words_for_cards():
     """Some of the words of a third of the cards, drawn anew in every run."""
     seed = random.randrange(10**6)

@@ -149,6 +149,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["qwen3_vl", *map(slow, ("qwen2_5_vl", "smolvlm", "internvl", *TINY))])
 @pytest.mark.parametrize("sample", SAMPLES)

@@ -99,6 +99,7 @@ def test_a_launchers_words_are_told_from_the_scripts(command, by, own, script):
     assert (launch and launch.by, " ".join(words), " ".join(rest)) == (by, own, script)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("command", "devices", "strategy", "processes"),
     [

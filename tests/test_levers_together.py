@@ -148,7 +148,7 @@ def without(tmp_path_factory):
 
 
 # With LoRA every lever is in a pair; the other pairs take minutes.
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("pair", [pair if "LoRA" in pair else slow(pair) for pair in PAIRS], ids=" and ".join)
 def test_pairs(pair, without, apart, tmp_path):
     wanted, found = without(pair), moved(pair, tmp_path)

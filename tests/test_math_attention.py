@@ -57,6 +57,7 @@ def activations(hardware: str, groups: int, attention: str = "sdpa", **fields) -
 SCORES = LAYERS * ROWS * HEADS * LENGTH**2  # elements of the scores that all layers keep
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("hardware", "fields"), [("t4", {"fp16": True}), ("h100_80gb", {}), ("v100_pcie_16gb", {"fp16": True})]
 )

@@ -40,6 +40,7 @@ def _parsed(folder, recipe):
     return parse(["--config", str(folder / "recipe.yaml")], own=own, config_class=trl_class(config))
 
 
+@pytest.mark.slow
 def test_every_file_becomes_a_recipe_that_its_parser_takes(tmp_path, subtests):
     for path in sorted(FOLDER.glob("*/*")):
         with subtests.test(path=path):

@@ -37,6 +37,7 @@ def _predicted(config, task: str) -> int:
 
 # What was wrong: states of weights that the batch does not reach, gradients that a loop adds in place, missing token
 # ids, no vocabulary.
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("task", "model_type"),
     [
@@ -161,6 +162,7 @@ def test_the_other_pairs_are_negatives():
     assert model(padded, ends)["loss"].item() == pytest.approx(losses[0], abs=1e-4)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("model_type", "task", "reason"),
     [
@@ -200,6 +202,7 @@ def test_every_model_type_has_tasks_or_is_refused(subtests):
                 assert "has no head" in str(error)
 
 
+@pytest.mark.drawn(15)
 @pytest.mark.parametrize("task", PLANNED_TASKS)
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "t5", "bert", "llama", "vit"])
 def test_plan_refuses_a_task_that_a_model_type_has_not_as_estimate_does(model_type, task):

@@ -42,6 +42,8 @@ def understood(monkeypatch):
     return call
 
 
+@pytest.mark.kept
+@pytest.mark.slow
 def test_natural_mistake(command, recipe, understood, tmp_path, monkeypatch, subtests):
     mistakes = [mistake for lines in MISTAKES.values() for mistake in lines.items()]
     for number, (line, answer) in enumerate(mistakes):

@@ -77,6 +77,7 @@ def text_of(field) -> str:
     return "3"
 
 
+@pytest.mark.slow
 def test_every_field_of_training_arguments(subtests):
     for field in [field for field in dataclasses.fields(TrainingArguments) if field.init]:
         with subtests.test(field=field):

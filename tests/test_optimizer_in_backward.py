@@ -19,6 +19,7 @@ def in_fp32():
     return llama(torch.float32)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "optim", ["adamw_torch", slow("adamw_torch_fused"), slow("sgd"), slow("adafactor"), "adamw_8bit"]
 )

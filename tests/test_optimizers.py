@@ -145,6 +145,7 @@ def test_weights_are_those_of_the_plain_trainer(name, plain, tmp_path):
     assert (peaks.bytes == 0) is (PACKAGES.get(name) == "torchao"), "what is compiled is not measured"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", [marked(name) for name in NAMES])
 def test_estimates_count_the_states_or_say_why_not(name, tmp_path):
     skip_unless_runnable(name)

@@ -127,7 +127,7 @@ def strike(plain: Result, stage: str) -> Strikes:
     return Strikes({stage: {1 + int(0.7 * plain.strikes.counts[stage])}})
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_differs_without_an_oom_and_one_in_forward_is_recovered_or_refused(name, plain, tmp_path):
     wanted = plain(name)
@@ -164,7 +164,7 @@ def test_a_wrong_declaration_is_found_out(name, reduction, plain, tmp_path):
         check(name, stage, plain, tmp_path, {"loss_reduction": reduction})
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", MEANS)
 def test_declared_means_are_split(name, plain, tmp_path):
     for stage in ("forward", "backward", "eval"):

@@ -86,6 +86,7 @@ def test_a_command_ends_with_a_sentence(monkeypatch, capsys):
     assert end.value.code == 2 and capsys.readouterr().err.startswith("error: no estimate")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("command", ["estimate llama-3.2-1b --hardware cpu --seq-len 16", "dry-run script.py"])
 def test_the_command_line_ends_with_a_sentence(command, monkeypatch, capsys, tmp_path):
     """The program's own main() and dry-run's child print errors by themselves."""

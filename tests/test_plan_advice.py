@@ -105,6 +105,7 @@ def test_plain_settings_are_estimated_before_others_take_their_place(searched, m
     assert search.estimates[plain].device_bytes <= budget
 
 
+@pytest.mark.slow
 def test_a_sketch_stays_within_the_share(searched):
     _, search = searched
     sizes = sorted(search.needs(choice) for choice in search.choices)

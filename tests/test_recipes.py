@@ -271,6 +271,7 @@ def test_it_resumes_from_the_newest_checkpoint_that_is_intact(recipe, jsonl, tmp
     assert fresh.state.global_step == 1
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

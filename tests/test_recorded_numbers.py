@@ -53,6 +53,7 @@ def test_a_model_type(row):
     check("estimator_model_types", row)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(1)
 @recorded("estimator_published")
 def test_a_published_peak(row):
@@ -66,6 +67,7 @@ def test_an_adapter_of_pefts_comparison(row):
     check("estimator_peft", row)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(1)
 @recorded("speed_published")
 def test_a_published_speed(row):

@@ -51,6 +51,7 @@ def asked(monkeypatch):
     logging.getLogger("hf_memopt").setLevel(logging.NOTSET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["presets", "show", "advise", "migrate"])
 def test_texts_are_those_that_were_frozen(command, asked, subtests):
     frozen = json.loads(regress.FROZEN.read_text())
@@ -59,7 +60,7 @@ def test_texts_are_those_that_were_frozen(command, asked, subtests):
             assert not list(regress.differences(frozen[line], asked(line)))
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @lines(small=True)
 def test_small_answers_are_those_that_were_frozen(line, asked):
     """Every figure and word of them; make regress ARGS=--freeze, where they are meant to change."""

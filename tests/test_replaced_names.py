@@ -185,6 +185,7 @@ def replaced_paths(part: Part) -> list[str]:
 LONG = {Part.DEEPSPEED, Part.OPTIMIZERS, Part.FSDP2, Part.BITSANDBYTES, Part.PEFT, Part.TRL, Part.FP8}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "part", [slow(part) if part in LONG else part for part in JOBS], ids=lambda part: part.name.lower()
 )

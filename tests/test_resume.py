@@ -71,6 +71,7 @@ FILES = (
 )
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_named_and_the_older_checkpoint_resumes(name, how, run, caplog):

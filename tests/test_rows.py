@@ -120,6 +120,7 @@ def test_tools_and_system_that_cannot_be_used(row, template, said, read):
         read(row, template=template)
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize(
     ("column", "value"),
     [

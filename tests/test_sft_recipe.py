@@ -44,6 +44,7 @@ def prepared(recipe, jsonl, tmp_path, monkeypatch, builtin_model):
     return prepare
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("row", "more", "trained"),
     [

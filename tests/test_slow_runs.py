@@ -151,7 +151,7 @@ def waiting(**shares) -> list[dict]:
     return [reading(step) | ({"data_wait_share": 1.0} if step == 0 else shares) for step in range(0, 60, 10)]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("shares", "settings", "cause", "first"),
     [

@@ -77,6 +77,7 @@ def test_published_runs_are_ranked_as_they_were_measured():
         assert pairs > 500 and right >= 0.95 * pairs
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("kind", "hardware", "more"),
     [
@@ -165,6 +166,7 @@ def test_speed_grows_with_devices_and_batches_cost_what_they_hold(config):
     assert 6 < accumulated.step_seconds / one.step_seconds < 8.5
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("hardware", "fields", "reason"),
     [
@@ -288,6 +290,7 @@ def test_a_plan_shows_time_and_cost_of_every_profile(config, tmp_path, command):
         assert took["cost"] == pytest.approx(2 * 0.5 * took["hours"])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("fields", [{}, {"max_steps": 7}, {"dataloader_drop_last": True}, {"num_train_epochs": 1.5}])
 def test_a_scripts_steps_are_those_that_its_trainer_counts(config, tmp_path, fields):
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "bf16": True, **fields}

@@ -69,7 +69,7 @@ ORDERS = {
 DECLARED = {DocumentedLoss: "token_mean", DocumentedSum: "token_mean", MeanOverSamples: "sample_mean"}
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("order", list(ORDERS))
 @pytest.mark.parametrize("kind", [DocumentedLoss, DocumentedSum, MeanOverSamples])
 def test_a_loss_of_ones_own_in_chunks(kind, order, tmp_path):

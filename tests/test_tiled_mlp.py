@@ -47,6 +47,7 @@ def gradients(model, size, checkpointed=False, lora=False, dtype=torch.float64):
     return loss.detach(), {name: w.grad.clone() for name, w in model.named_parameters() if w.grad is not None}
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("checkpointed", [False, "reentrant", "not reentrant"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("size", [7, 24, 47])

@@ -170,6 +170,7 @@ BAD = [
 ]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("fields", "settings", "message"), BAD, ids=[case[2][:24] for case in BAD])
 def test_what_cannot_run_is_refused_in_a_sentence(fields, settings, message):
     arguments = {"seq_len": TOKENS, "hardware": "a100_80gb", **settings}

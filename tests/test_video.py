@@ -70,6 +70,7 @@ def fresh(family, name: str, folder, **limits) -> Encoder:
     return Encoder(load_processor(str(path), AutoConfig.from_pretrained(path)), Limits(**limits), folder)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_tensors_hold_as_many_frames_as_the_formula_says(name, family, files):
     _, processor = family(name)
@@ -126,6 +127,7 @@ def folder_without(tmp_path):
     return tmp_path / "empty"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ragged_batches_equal_single_samples(name, family, files):
     """Clips of other lengths, two in a sample, a clip and an image, text alone: each sample's logits are its own."""

@@ -104,6 +104,7 @@ def test_flash_attention_would_keep_samples_apart(folder):
     assert not flash._is_packed_sequence(alone["position_ids"][0], 1), "one sample takes the usual kernel"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name == "qwen3_vl" else slow(name) for name in MODELS])
 def test_headers_tell_what_a_sample_will_be(name, folder):
     """Its tokens, labels and grids, and the shapes of its pixels; also where frames are dropped to keep to a limit."""

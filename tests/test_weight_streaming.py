@@ -103,7 +103,7 @@ def assert_same(found, wanted):
         assert torch.equal(found[1][name], gradient), name
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("checkpointed", [False, "reentrant", "not reentrant"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
