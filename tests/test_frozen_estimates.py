@@ -1,6 +1,7 @@
 """Whole estimates of models of a few layers, frozen: every byte by kind and phase, every note, the speed."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import frozen
 import pytest
@@ -351,7 +352,7 @@ def test_speed_of_traces_written_by_hand():
     ):
         job = of_job(hardware, fields=fields)
         found[f"{hardware} {fields}"] = [unknown_speed(job), counted_job(job) is None]
-        note = speed_note(job.device, "dense models")
+        note = speed_note(job.device, SimpleNamespace(speed_kind="dense models", own_runs=None))
         found[f"{hardware} note"] = note.partition("±")[0]
     made = Throughput.of(of_job(world_size=4), 2.0, 0.5)
     found["of"] = [*speed(made), made.speed_kind]

@@ -49,6 +49,7 @@ def trained(folder, rows=100, **fields):
     state = SimpleNamespace(global_step=12, log_history=[{"loss": 1.0}, {"train_runtime": 34.5}, {"train_runtime": 1}])
     trainer = SimpleNamespace(
         args=args,
+        later_steps=(11, 11_000, 22.0),
         train_dataset=list(range(rows)),
         eval_dataset=None,
         model=model,

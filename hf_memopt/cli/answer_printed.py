@@ -82,7 +82,7 @@ def speed_lines(estimate, took, amount: AmountOptions, samples: int | None = Non
     parts.append(f"{time_text(estimate.step_seconds)} {step}")
     if estimate.generation_share is not None:
         parts.append(f"{estimate.generation_share:.0%} of it generation")
-    error = predicted_within(estimate.speed_error).removeprefix("predicted").strip(", ")
+    error = predicted_within(estimate.speed_error, estimate.own_runs).removeprefix("predicted").strip(", ")
     lines = paragraph(f"{', '.join(parts)}, {error}", "speed")
     if took is not None:
         lines += paragraph(f"{time_text(took.seconds)} for {amount.in_words(took)}", "time")

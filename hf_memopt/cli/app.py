@@ -145,6 +145,14 @@ def estimate(
     epochs: Epochs = None,
     samples: Samples = None,
     price: Price = None,
+    log: Annotated[
+        str | None,
+        typer.Option(
+            "--from-log",
+            metavar="FILE",
+            help="What any Trainer printed of such a run, or its trainer_state.json: its speed scales later answers.",
+        ),
+    ] = None,
     plot: Plot = None,
     stack: Stack = None,
     verbose: Verbose = False,
@@ -170,7 +178,7 @@ def estimate(
         task=task,
     )
     amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
-    raise typer.Exit(run_estimate(spec, levers, plot, json, amount, verbose))
+    raise typer.Exit(run_estimate(spec, levers, plot, json, amount, verbose, log))
 
 
 app.command(epilog=plan_command.EXAMPLES)(plan_command.plan)

@@ -36,7 +36,13 @@ _LARGEST_PLOT = 2**26  # bytes
 
 
 def run_estimate(
-    spec: JobSpec, levers: bool, plot_file: str | None, as_json: bool, amount: AmountOptions, verbose: bool
+    spec: JobSpec,
+    levers: bool,
+    plot_file: str | None,
+    as_json: bool,
+    amount: AmountOptions,
+    verbose: bool,
+    log: str | None,
 ) -> int:
     """Print the estimate; 0 if the job fits or the capacity is unknown, 1 if it does not fit."""
     if plot_file:
@@ -47,6 +53,7 @@ def run_estimate(
         _choose_preset(spec)  # it refuses what does not go together
     import_libraries()
     from hf_memopt.estimator.api import estimate_job
+    from hf_memopt.estimator.own_runs import learn_from_log
     from hf_memopt.estimator.spec_job import spec_job
     from hf_memopt.estimator.suggestions import largest_savings
     from hf_memopt.estimator.tracing.parallel import on_all_cores
@@ -73,7 +80,10 @@ def run_estimate(
     if plot_file:
         _plot(estimate, plot_file, f"{spec.model}, {spec.method}, {_batch_in_words(job)}, {job.device.label}")
     settings, sizes = _describe_settings(preset)
-    took = amount.time_and_cost(estimate, micro * accumulation * job.world_size, job.world_size)
+    samples = micro * accumulation * job.world_size
+    took = amount.time_and_cost(estimate, samples, job.world_size)
+    if log:
+        say(learn_from_log(estimate, samples, log), sys.stderr)
     if as_json:
         print_json(
             estimate.to_dict()

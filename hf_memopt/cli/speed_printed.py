@@ -86,7 +86,7 @@ def print_speed(estimate, took, amount: AmountOptions) -> None:
             parts.append(f"{estimate.generation_share:.0%} of it generation")
         if estimate.mfu is not None:
             parts.append(f"MFU {estimate.mfu:.0%}")
-        print(f"speed: {', '.join(parts)}, {predicted_within(estimate.speed_error)}")
+        print(f"speed: {', '.join(parts)}, {predicted_within(estimate.speed_error, estimate.own_runs)}")
     if took is not None:
         print(f"{time_text(took.seconds)} for {amount.in_words(took)}, {predicted_within(estimate.speed_error)}")
     elif amount.asked:
@@ -127,4 +127,4 @@ def print_profile_speeds(groups: list[list], amount: AmountOptions, samples: int
         price = [] if amount.price is None else [f"cost in total at {amount.price:g} a device and hour"]
         count = amount.read().count_samples()
         heads += [f"{took.tokens:,} tokens" if count is None else f"{count:,} samples", *price]
-    print_table(f"speed, {predicted_within(first[0].speed_error)}", tuple(heads), rows)
+    print_table(f"speed, {predicted_within(first[0].speed_error, first[0].own_runs)}", tuple(heads), rows)

@@ -186,7 +186,7 @@ def _assemble_or_error(traced: tuple[Job, list]) -> Estimate | InputError:
     counted, depths, traces = zip(*speed, strict=True)
     full = estimate.device_bytes >= (job.device.memory or math.inf)
     result = throughput(job, counted[0], depths, traces, full)
-    return with_speed(estimate, result, speed_note(job.device, result.speed_kind))
+    return with_speed(estimate, result, speed_note(job.device, result))
 
 
 def run_trace(job: TracedJob) -> TraceResult:

@@ -130,6 +130,11 @@ def two_digits(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.10g}"
 
 
-def predicted_within(error: float | None) -> str:
-    """The words for a figure that is predicted with an error; None where no run was compared."""
-    return "predicted, not compared with any run" if error is None else f"predicted ±{error:.0%}"
+def predicted_within(error: float | None, runs=None) -> str:
+    """The words for a figure that is predicted with an error; None where no run was compared.
+
+    Args:
+        runs: the OwnRuns that scale it.
+    """
+    within = "predicted, not compared with any run" if error is None else f"predicted ±{error:.0%}"
+    return f"{within}, from {runs.counted}" if runs else within

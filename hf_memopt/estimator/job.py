@@ -137,6 +137,11 @@ class Job(ModelSettings):
         return count_positions(self.config)
 
     @property
+    def method(self) -> str:
+        """full, lora or qlora."""
+        return "qlora" if self.quantization_config is not None else "full" if self.peft_config is None else "lora"
+
+    @property
     def generates(self) -> bool:
         """True if its steps begin with generated text."""
         return False

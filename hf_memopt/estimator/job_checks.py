@@ -59,7 +59,7 @@ def facts_of(job) -> Facts:
         **job.engine.setup(),
         optim=str(fields.get("optim", "adamw_torch_fused")),
         device=job.device.backend,
-        method="qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora",
+        method=job.method,
         precision="bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32",
         dtype=job.dtype,
         quant_storage=quant_storage(job.quantization_config),

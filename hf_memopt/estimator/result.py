@@ -5,7 +5,7 @@ from typing import Any
 
 from hf_memopt.units import size
 
-NOT_IN_JSON = ("timeline", "paged_bytes", "generation_share")
+NOT_IN_JSON = ("timeline", "paged_bytes", "generation_share", "speed_setup", "own_runs")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Estimate:
         step_seconds, tokens_per_second, mfu, speed_error: predicted speed (estimator.throughput.Throughput);
             None where it is unknown, which the notes explain.
         generation_share: of step_seconds, in which completions are generated; in to_dict() a note says it.
+        speed_setup, own_runs: what of the user's own runs counts for the speed (Throughput); a note says it, too.
         timeline: (segment, bytes) at equal numbers of allocations, from loading to the end of what is traced: a step,
             two of an engine, of a few micro-batches; not part of to_dict().
     """
@@ -56,6 +57,8 @@ class Estimate:
     timeline: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     paged_bytes: int = field(default=0, repr=False)
     generation_share: float | None = field(default=None, repr=False)
+    speed_setup: str | None = field(default=None, repr=False)
+    own_runs: Any = field(default=None, repr=False)
 
     def __str__(self) -> str:
         verdict = {True: "fits", False: "does not fit", None: "capacity unknown"}[self.fits]

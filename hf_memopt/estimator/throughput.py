@@ -11,9 +11,10 @@ from hf_memopt.estimator.accounting.work import extended
 from hf_memopt.estimator.generation_time import FORWARD, Rollout, generation_note, rollout_time
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.overheads import paged_bytes
+from hf_memopt.estimator.own_runs import OwnRuns, own_runs, speed_setup
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.speed import has_rates, kernel_seconds, peak_rate
-from hf_memopt.estimator.speed_errors import describe_error, find_error, job_kind
+from hf_memopt.estimator.speed_errors import DENSE, describe_error, find_error, job_kind
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
 from hf_memopt.estimator.tracing.traced_arguments import traced_micro_batches
@@ -37,6 +38,8 @@ class Throughput:
         speed_error: share by which nine of ten predictions of that kind were off at most; None where none was made
             of a published run.
         generation_share: of the step, in which completions are generated; None where none are.
+        speed_setup: what a run must have the same for its speed to say something of this job's.
+        own_runs: the user's runs of that setup, by whose ratio these figures are scaled; None where there are none.
     """
 
     step_seconds: float
@@ -45,19 +48,27 @@ class Throughput:
     speed_kind: str
     speed_error: float | None
     generation_share: float | None = None
+    speed_setup: str | None = None
+    own_runs: OwnRuns | None = None
 
     @classmethod
     def of(cls, job: Job, seconds: float, mfu: float | None, generation: float | None = None) -> "Throughput":
         """The speed of a job whose optimizer step takes so many seconds, with those of its generation."""
         tokens, kind = job.micro_batch_tokens, job_kind(job)
-        error = find_error(kind, job.device)
+        published = find_error(kind, job.device)
+        error = published and published.error
+        runs = own_runs(setup := speed_setup(job, kind))
+        ratio = runs.ratio if runs else 1
+        speed = tokens and tokens * job.fields["gradient_accumulation_steps"] * job.world_size / seconds
         return cls(
-            step_seconds=seconds,
-            tokens_per_second=tokens and tokens * job.fields["gradient_accumulation_steps"] * job.world_size / seconds,
-            mfu=mfu,
+            step_seconds=seconds / ratio,
+            tokens_per_second=speed and speed * ratio,
+            mfu=mfu and mfu * ratio,
             speed_kind=kind,
-            speed_error=error and error.error,
+            speed_error=runs.error(error) if runs else error,
             generation_share=generation and generation / seconds,
+            speed_setup=setup,
+            own_runs=runs,
         )
 
 
@@ -132,7 +143,7 @@ def main_attention(job: Job) -> str | None:
 def with_speed(estimate: Estimate, speed: Throughput | None, note: str) -> Estimate:
     """An estimate with the predicted speed, and a note of what it rests on or why it is unknown; and of what a step
     generates."""
-    figures = {} if speed is None else dataclasses.asdict(speed)
+    figures = {} if speed is None else vars(speed)
     share = [] if speed is None or speed.generation_share is None else [generation_note(speed.generation_share)]
     return dataclasses.replace(estimate, **figures, notes=(*estimate.notes, note, *share))
 
@@ -192,14 +203,16 @@ def unknown_rates(device: Hardware) -> str | None:
     return f"the {' and '.join(missing)} of {device.label} {'are' if missing[1:] else 'is'} unknown; {remedy}"
 
 
-def speed_note(device: Hardware, kind: str) -> str:
-    """The basis of the speed of a kind of jobs (speed_errors); for plans also how they choose where nothing is known
+def speed_note(device: Hardware, speed: Throughput | Estimate) -> str:
+    """The basis of a predicted speed (own_runs, speed_errors); for plans also how they choose where nothing is known
     of the device's."""
     if reason := unknown_rates(device):
         ratio = constant("flops_per_byte", device).value
         return f"speed: {reason}. A plan ranks as if it computed {ratio:.0f} FLOP for every byte that it reads"
+    if speed.own_runs:
+        return f"speed: {speed.own_runs.in_words(speed.speed_setup)}"
     file = measured_on(device)
     rates = [show(name, file.constants[name]) for name in SPEEDS if name in file.constants] if file else []
     if rates:
         return f"speed: {', '.join(rates)}: {file.source}"
-    return f"speed: {describe_error(kind, device)}"
+    return f"speed: {describe_error(speed.speed_kind or DENSE, device)}"

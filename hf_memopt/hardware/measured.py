@@ -136,9 +136,14 @@ def measured_on(device: Hardware) -> DeviceFile | None:
     One of another device never counts, nor one of another PyTorch, CUDA, ROCm or driver. Where this machine cannot
     tell its own (a CPU build of PyTorch, a login node without a driver), the file's are taken to be right.
     """
-    if device.backend == "cpu" or os.environ.get(SWITCH, "").lower() in ("off", "0", "false"):
+    if device.backend == "cpu" or is_off():
         return None
     return _newest(device.name, device.label, str(device_folder()))
+
+
+def is_off(switch: str = SWITCH) -> bool:
+    """True if the environment says that what was measured here does not count."""
+    return os.environ.get(switch, "").lower() in ("off", "0", "false")
 
 
 def device_folder() -> Path:

@@ -64,6 +64,10 @@ class DataWait:
         share, self._since_share = self._since_share.share(), _Seconds()
         return share
 
+    def steps_of_run(self) -> tuple[int, float]:
+        """All steps but the first, and the seconds that they took without waiting for batches."""
+        return max(0, self._steps - 1), self._run.total - self._run.waited
+
     def share_of_run(self) -> float | None:
         """The share of all steps but the first, 0 to 1; None where there were none."""
         return self._run.share()

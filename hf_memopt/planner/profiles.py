@@ -5,7 +5,6 @@ from typing import Any
 
 from hf_memopt.estimator.overheads import measured_memory
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.speed_errors import DENSE
 from hf_memopt.estimator.throughput import speed_note, unknown_rates
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.job.spec import JobSpec
@@ -148,7 +147,7 @@ class Plan:
             return None
         device, estimate = self.spec.preset.hardware, self.usual.estimate
         if estimate.step_seconds is not None or unknown_rates(device):
-            return speed_note(device, estimate.speed_kind or DENSE)
+            return speed_note(device, estimate)
         return next((note for note in estimate.notes if note.startswith("speed:")), None)
 
     def to_dict(self) -> dict[str, Any]:

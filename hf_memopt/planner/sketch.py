@@ -356,4 +356,4 @@ def sketched_estimate(
     if reason := unknown_speed(job):
         return with_speed(estimate, None, f"speed: {reason}")
     speed = Throughput.of(job, seconds, None, generation)
-    return with_speed(estimate, speed, speed_note(job.device, speed.speed_kind))
+    return with_speed(estimate, speed, speed_note(job.device, speed))

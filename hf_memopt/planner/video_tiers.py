@@ -225,8 +225,7 @@ def _evaluated_at_once(job: Job) -> int:
 
 def _least_bytes(job: Job) -> int:
     """Bytes of the weights alone, and of their gradients where all are trained."""
-    method = "qlora" if job.quantization_config is not None else "full" if job.peft_config is None else "lora"
-    return int(_LEAST[method] * count_weights(job.config, job.task))
+    return int(_LEAST[job.method] * count_weights(job.config, job.task))
 
 
 def bundled_video_models() -> list[str]:

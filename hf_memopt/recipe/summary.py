@@ -14,6 +14,7 @@ from hf_memopt.compatibility import resolve_engine
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.disk import claimed
 from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
+from hf_memopt.estimator.own_runs import compared_speed, keep_run
 from hf_memopt.files import write_json
 from hf_memopt.monitor.loader import TOKEN_BYTES, LoaderMemory, loader_memory
 from hf_memopt.monitor.readers import peak_resident
@@ -277,6 +278,7 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
         "measured_batch": peaks.batch and peaks.batch.label,
         "estimate_of_measured_batch": same_batch and same_batch.to_dict(),
         "relative_error": _relative_errors(same_batch or estimated, measured),
+        "speed": compared_speed(estimated, *trainer.later_steps, split=bool(_chunks(trainer))),
         "data_wait_share": waited,
         "held_out_loss": losses,
         "global_step": trainer.state.global_step,
@@ -289,12 +291,15 @@ def finish(job: Job, trainer, losses: dict[int, float], estimated, peaks) -> Non
     if hasattr(trainer.train_dataset, "bad"):
         report["bad_videos"] = trainer.train_dataset.bad.listed()
     write_json(Path(job.args.output_dir) / "memory_report.json", report)
+    keep_run(report, job.args.output_dir)
     _print_table(measured, estimated, same_batch, peaks.batch)
     if len(losses) > 1:
         first, last = min(losses), max(losses)
         print(f"held-out loss: {losses[first]:.4f} at step {first} → {losses[last]:.4f} at step {last}")
     if waited is not None:
         print(f"waiting for data: {waited:.0%} of the training time")
+    if speed := report["speed"]:
+        print(f"speed: {speed['tokens_per_second']:,.0f} tokens/s, where {speed['predicted']:,.0f} were predicted")
     _write_page(job.args.output_dir)
     _print_splits(trainer)
 
@@ -306,14 +311,18 @@ def _relative_errors(estimated, measured: dict[str, int]) -> dict[str, float]:
 
 
 def _print_splits(trainer) -> None:
-    # Evaluation splits its batches too, and the event that ends a run names no size.
-    sizes = [event.get("micro_batch_after") for event in trainer.memory_events if event.get("stage") != "eval"]
-    if any(sizes):
-        smallest = min(filter(None, sizes))
+    if sizes := _chunks(trainer):
         print(
-            f"memory ran short: micro-batches ran in chunks of as few as {smallest} samples; "
+            f"memory ran short: micro-batches ran in chunks of as few as {min(sizes)} samples; "
             "the prediction is for whole ones"
         )
+
+
+def _chunks(trainer) -> list[int]:
+    """Samples of a chunk, each time that a micro-batch of training was split."""
+    # Evaluation splits its batches too, and the event that ends a run names no size.
+    sizes = [event.get("micro_batch_after") for event in trainer.memory_events if event.get("stage") != "eval"]
+    return list(filter(None, sizes))
 
 
 def _write_page(folder: str) -> None:

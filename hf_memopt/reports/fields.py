@@ -145,6 +145,7 @@ REPORT = objects(
     memory_arguments=objects(**_each(SHARE, *THRESHOLDS)),
     predicted_timeline=lists(_phase_and_bytes),
     measured=objects(**_PEAKS, phases=mappings(BYTES)),
+    speed=objects(setup=TEXT, **_each(RATE, "tokens_per_second", "predicted", "ratio")),
     held_out_loss=mappings(LOSS),
     global_step=COUNT,
     train_seconds=SECONDS,

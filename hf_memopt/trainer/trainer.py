@@ -131,6 +131,14 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         return self._runner.limit
 
     @property
+    def later_steps(self) -> tuple[int, int, float]:
+        """All optimizer steps but one: their number, tokens on all devices, and seconds without waiting for data. The
+        seconds are without the first step's, the tokens without the last one's, which are counted as the next begins.
+        """
+        steps, seconds = self._callback.data_wait.steps_of_run()
+        return steps, self._callback.tokens, seconds
+
+    @property
     def data_wait_share(self) -> float | None:
         """Share of step time spent waiting for batches, without the first step; None before the second."""
         return self._callback.data_wait.share_of_run()
