@@ -10,6 +10,7 @@ from conftest import drawn_by, slow
 from peft import LoraConfig
 
 from hf_memopt.estimator.architectures import hub_id, list_architectures, load_config
+from hf_memopt.estimator.quantized_checkpoints import dequantized
 from hf_memopt.estimator.spec_job import sample_length
 from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.job.spec import JobSpec
@@ -111,6 +112,15 @@ def test_every_bundled_model_is_estimated(model, command):
         drawn.choice(["full", "lora"]),
     )
     _answered(command, "estimate", model, "--hardware", card, "--method", method, "--seq-len", "64")
+
+
+@pytest.mark.parametrize("asked", ["estimate", "plan"])
+@pytest.mark.parametrize("model", sorted(name for name in list_architectures() if dequantized(load_config(name))))
+def test_what_cannot_be_loaded_in_4_bits_says_what_trains_instead(model, asked, command):
+    """from_pretrained takes no BitsAndBytesConfig for a checkpoint that has a quantization of its own."""
+    code, _, errors = command(asked, model, "--hardware", "h100_80gb", "--method", "qlora", "--seq-len", 64)
+    assert code == 2
+    assert "use method=lora or full, which load it with Mxfp4Config(dequantize=True), or for qlora a copy" in errors
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ _REFUSED = {
 }
 # What a checkpoint or its configuration would have to say.
 _REMEDIES = {
-    "mxfp4": ": load it with Mxfp4Config(dequantize=True), as plan and recipes do by themselves "
-    "(hf-memopt estimate: --set quantization.dequantize=true)",
+    "mxfp4": ": use method=lora or full, which load it with Mxfp4Config(dequantize=True), or for qlora a copy in bf16",
     "torchao": ": take an 8-bit quant_type (Int8WeightOnlyConfig, Float8WeightOnlyConfig, …)",
     "bitnet": ": it takes linear_class=autobitlinear and quantization_mode=online",
 }
