@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import random
 import sys
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_the_interval_is_the_narrower_one_where_they_agree():
     assert taught_error(rows) == ERROR
 
 
-def test_reports_that_say_nothing_are_left_out(runs, caplog):
+def test_reports_that_say_nothing_are_left_out(runs, caplog, tmp_path, monkeypatch):
     runs(0.8, setup="a")
     for damaged in ("x", math.nan, math.inf, 0, -1, None, 1e9, [1]):
         runs(damaged, setup="a")
@@ -148,8 +149,21 @@ def test_reports_that_say_nothing_are_left_out(runs, caplog):
     assert own_runs.own_runs("a").runs == 1
     assert not caplog.messages
     runs(0.8, setup="a", name="broken").write_text("{")
+    (tmp_path / "runs" / "gone-memory_report.json").symlink_to(tmp_path / "gone")
+    own_runs._reports.cache_clear()
     assert own_runs.own_runs("a").runs == 1
     assert "broken" in caplog.text
+    monkeypatch.setenv("HF_MEMOPT_RUNS", str(tmp_path / "other"))
+    assert own_runs.own_runs("a") is None
+    assert "other is no folder" in caplog.text
+
+
+def test_the_newest_reports_are_read(runs, monkeypatch):
+    monkeypatch.setattr(own_runs, "_MOST", 2)
+    for age, ratio in enumerate((0.5, 0.6, 0.9)):
+        os.utime(runs(ratio, setup="a"), (1e9 - age, 1e9 - age))
+    own_runs._reports.cache_clear()
+    assert own_runs.own_runs("a").ratio == pytest.approx(0.55)
 
 
 LATER = {"steps": 10, "tokens": 40_000, "seconds": 20.0, "split": False}  # where 4,000 tokens a step are predicted

@@ -172,8 +172,11 @@ def _folder() -> Path | None:
 @functools.cache
 def _reports(folder: Path) -> list[dict[str, Any]]:
     """The reports that say something, cached: a process keeps its figures."""
-    found = sorted(folder.rglob(f"*{_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)[:_MOST]
-    return [report for path in found if (report := _readable(path))]
+    if os.environ.get(SWITCH) and not folder.is_dir():
+        logger.warning("%s=%s is no folder: no runs count", SWITCH, folder)
+    found = [path for path in folder.rglob(f"*{_NAME}") if path.is_file()]
+    newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:_MOST]
+    return [report for path in newest if (report := _readable(path))]
 
 
 def _readable(path: Path) -> dict[str, Any] | None:
