@@ -67,6 +67,15 @@ def test_reasons_give_way_to_the_command(capsys):
     assert words and words % 40 == 0, "no reason ends in the middle"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "printed"), [([1] * 30, 24), ([20, 1, 1], 24), ([19, 3, 1], 22), ([21], 24), ([22], 3)]
+)
+def test_a_small_terminal_is_filled_with_whole_reasons(sizes, printed, capsys):
+    print_answer(["YES"], [["reason"] * size for size in sizes], ["run"])
+    lines = _lines(capsys.readouterr().out)
+    assert len(lines) == printed and lines[0] == "YES" and lines[-2] == "run"
+
+
 def test_the_bar_is_full_where_memory_is_short():
     def bar(needed, capacity):
         kinds = {"parameters": needed}

@@ -91,6 +91,26 @@ def test_values_are_not_remembered():
         assert [torch.tensor(value).item() for value in (3, 5)] == [3, 5]
 
 
+@pytest.mark.parametrize(
+    ("make", "plain"),
+    [
+        (lambda: torch.empty(4, 6), True),
+        (lambda: torch.empty(4, 6).t(), True),
+        (lambda: torch.empty(0, 6), True),
+        (lambda: torch.empty(()), True),
+        (lambda: torch.empty(4, 6)[:2], False),
+        (lambda: torch.empty(4, 6)[1:], False),
+        (lambda: torch.empty(4, 6, dtype=torch.complex64), False),
+        (lambda: torch.empty(4, 6, layout=torch.sparse_coo), False),
+        (lambda: torch.empty(4, 6, device="meta"), False),
+    ],
+)
+def test_only_whole_storages_are_made_anew(make, plain):
+    with FakeTensorMode():
+        assert fake_outputs._is_plain(make()) is plain
+    assert not fake_outputs._is_plain(torch.empty(4, 6)), "no fake tensor"
+
+
 def test_the_memory_of_shapes_has_an_end(monkeypatch):
     monkeypatch.setattr(fake_outputs, "_MOST", 3)
     twice(lambda a, b: [a * number for number in range(9)])

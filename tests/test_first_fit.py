@@ -36,6 +36,12 @@ def test_what_bends_upwards_is_bracketed(monkeypatch):
     assert search.estimates[answer].device_bytes <= 490_000 and len(search.estimates) <= TRIES and answer >= 6800
 
 
+@pytest.mark.parametrize(("near", "fits", "estimated"), [(0.1, 4300, False), (0.05, 4300, True), (0.2, 5000, True)])
+def test_the_line_stands_for_an_estimate_that_is_near(monkeypatch, near, fits, estimated):
+    search = search_of(monkeypatch, lambda length: 5000 + 3 * length, 5000 + 3 * fits, near=near)
+    assert search.find() == fits and list(search.estimates) == [1000, 4000, fits][: 3 if estimated else 2]
+
+
 @pytest.mark.parametrize(("limit", "answer"), [(10, None), (10**9, 10_000)])
 def test_the_ends_of_the_axis(monkeypatch, limit, answer):
     search = search_of(monkeypatch, lambda length: 100 + length, limit)

@@ -326,3 +326,13 @@ def test_every_row_is_multiplied_with_one_experts_weight():
     rows, weights = torch.empty(6, 4), torch.empty(3, 4, 5)
     assert _flops(torch.ops.aten._grouped_mm.default, (rows, weights), {}, None) == 2 * 6 * 4 * 5
     assert _flops(torch.ops.aten._int_mm.default, (rows, weights[0]), {}, None) == 2 * 6 * 4 * 5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_attention_multiplies_every_query_with_the_longest_sequences_keys(causal):
+    query = torch.empty(2, 6, 3, 4)  # two matmuls forward and five backward, of 2 × queries × keys × head size each
+    matmul = 2 * 2 * 6 * 3 * 4 * 10 // (2 if causal else 1)
+    forward = (query, query, query, None, None, 6, 10, 0.0, causal, False)
+    backward = (query, query, query, query, query, query, None, None, 6, 10, 0.0, causal)
+    assert _flops(torch.ops.aten._flash_attention_forward.default, forward, {}, None) == 2 * matmul
+    assert _flops(torch.ops.aten._flash_attention_backward.default, backward, {}, None) == 5 * matmul

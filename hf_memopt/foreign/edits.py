@@ -135,7 +135,7 @@ def _without_line(text: str, pair: tuple[yaml.Node, yaml.Node]) -> str:
 
 
 def _dumped(value: Any) -> str:
-    return yaml.safe_dump(value, sort_keys=False, default_flow_style=None if isinstance(value, list) else False)
+    return yaml.safe_dump(value, default_flow_style=None if isinstance(value, list) else False)
 
 
 def _edit_command(source: Source, text: str, key: str, value: Any) -> str | None:

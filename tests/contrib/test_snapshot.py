@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, SnapshotCallback
-from hf_memopt.contrib.snapshots.snapshot_analysis import analyze_snapshot
+from hf_memopt.contrib.snapshots.snapshot_analysis import analyze_recording, analyze_snapshot
+from hf_memopt.contrib.snapshots.snapshot_recording import Allocation, Recording
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.arguments import step_ranges
 
@@ -124,6 +125,33 @@ def test_memory_trainer_records_where_it_is_asked_to(tmp_path):
     ).train()
     files = sorted(path.name for path in tmp_path.glob("memory_snapshot*"))
     assert files == ["memory_snapshot_step_1.json.gz", "memory_snapshot_step_3.json.gz"]
+
+
+def test_a_recording_is_summed_up_at_its_peak():
+    made = [
+        Allocation(0, 100, kind="parameters", name="model.layers.0.weight"),
+        Allocation(0, 1000, 1.0, 5.0, module="model.layers.0.mlp", kind="activations"),
+        Allocation(0, 2000, 2.0, 4.0, module="model.layers.11.mlp", kind="activations"),
+        Allocation(0, 30, 3.0, 9.0, kind="activations"),
+        Allocation(0, 40, 3.0, module="model.layers.0", kind="inf"),
+        Allocation(0, 3129, 5.0, 6.0, kind="inf"),
+    ]
+    marks = [(1.0, "step", "7"), (1.0, "phase", "forward"), (4.0, "phase", "backward"), (8.0, "step", "end")]
+    segments = [{"total_size": 80, "blocks": [{"state": "inactive", "size": size} for size in (20, 40)]}]
+    found = analyze_recording(Recording(made, marks, segments, [], {}), top=2)
+    assert (found.peak_bytes, found.peak_phase, found.peak_step) == (3299, "backward", "7")
+    assert {kind: size for kind, size in found.by_kind.items() if size} == {
+        "parameters": 100,
+        "activations": 30,
+        "inf": 3169,
+    }
+    assert [(one["size"], one["kind"]) for one in found.largest] == [(3129, "inf"), (100, "parameters")]
+    assert found.by_module == {"(outside modules)": 30}
+    share = {"reserved": 80, "allocated": 20, "unused": 60, "largest_unused": 40, "share": 0.75}
+    assert found.fragmentation == share
+    found = analyze_recording(Recording(made[:-1], marks, [], [], {}))
+    assert (found.peak_bytes, found.peak_phase, found.fragmentation) == (3170, "forward", None)
+    assert found.by_module == {"model.layers.*.mlp": 3000, "(outside modules)": 30}
 
 
 @pytest.mark.parametrize("steps", ["0", "a", "3-2", "1-", "-1", "1;2"])
