@@ -133,19 +133,15 @@ def test_a_recording_is_summed_up_at_its_peak():
         Allocation(0, 1000, 1.0, 5.0, module="model.layers.0.mlp", kind="activations"),
         Allocation(0, 2000, 2.0, 4.0, module="model.layers.11.mlp", kind="activations"),
         Allocation(0, 30, 3.0, 9.0, kind="activations"),
-        Allocation(0, 40, 3.0, module="model.layers.0", kind="inf"),
-        Allocation(0, 3129, 5.0, 6.0, kind="inf"),
+        Allocation(0, 40, 3.0, module="model.layers.0", kind="temporaries"),
+        Allocation(0, 3129, 5.0, 6.0, kind="temporaries"),
     ]
     marks = [(1.0, "step", "7"), (1.0, "phase", "forward"), (4.0, "phase", "backward"), (8.0, "step", "end")]
     segments = [{"total_size": 80, "blocks": [{"state": "inactive", "size": size} for size in (20, 40)]}]
     found = analyze_recording(Recording(made, marks, segments, [], {}), top=2)
     assert (found.peak_bytes, found.peak_phase, found.peak_step) == (3299, "backward", "7")
-    assert {kind: size for kind, size in found.by_kind.items() if size} == {
-        "parameters": 100,
-        "activations": 30,
-        "inf": 3169,
-    }
-    assert [(one["size"], one["kind"]) for one in found.largest] == [(3129, "inf"), (100, "parameters")]
+    assert [found.by_kind[kind] for kind in ("parameters", "activations", "temporaries")] == [100, 30, 3169]
+    assert [(one["size"], one["kind"]) for one in found.largest] == [(3129, "temporaries"), (100, "parameters")]
     assert found.by_module == {"(outside modules)": 30}
     share = {"reserved": 80, "allocated": 20, "unused": 60, "largest_unused": 40, "share": 0.75}
     assert found.fragmentation == share
