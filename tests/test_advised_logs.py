@@ -297,6 +297,7 @@ def test_an_oom_before_the_clean_up_is_the_cause():
         "[1]:\n  exitcode  : -9 (pid: 9)\n  traceback : Signal 9 (SIGKILL) received by PID 9",
         "NCCL WARN Cuda failure 2 'out of memory'",
         "requests.exceptions.ConnectionError: wandb",
+        f"{TRACEBACK}ValueError: another rank's",
         STEPS.replace("30/", "31/"),  # another rank ends its step
     ]
     for end in ends:
@@ -310,4 +311,6 @@ def test_an_oom_that_a_run_survived_is_not_what_ended_it():
     killed = advise_on_text(f"{skipped}/x/run.sh: line 3: 4242 Killed      python train.py")
     assert (killed.what, killed.step) == ("host", 700)
     assert advise_on_text(f"{skipped}{TRACEBACK}ValueError: x") is None
+    again = advise_on_text(f"{skipped}{OOM}\n{TRACEBACK}ValueError: x")
+    assert (again.what, again.step) == ("device", 700)
     assert advise_on_text(skipped).what == "device"  # it is what went wrong with memory

@@ -2,14 +2,19 @@
 
 import json
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import flags, run_forked, slow
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_memopt import MemoryArguments
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate_trainer
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
+from hf_memopt.estimator.trainer_job import TrainerJob
 
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 
@@ -100,6 +105,47 @@ def test_logits_that_wait_for_metrics(tmp_path):
     logits = 40 * 200 * 3000 * 4
     assert kept.phase == "eval"
     assert kept.phases["eval"] - without.phases["eval"] == pytest.approx(2 * logits, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("more", "evaluated", "kept"),
+    [
+        ({}, 7, 7),
+        ({"compute_metrics": None}, 0, 0),
+        ({"prediction_loss_only": True}, 0, 0),
+        ({"eval_dataset": None}, 0, 0),
+        ({"eval_dataset": {"a": [0] * 3, "b": [0] * 4, "stream": iter(())}}, 2, 2),
+        ({"eval_dataset": []}, 1, 1),
+        ({"batch_eval_metrics": True}, 1, 1),
+        ({"eval_accumulation_steps": 3}, 7, 3),
+        ({"eval_accumulation_steps": 9}, 7, 7),
+        ({"reduce_eval_logits": True}, 0, 0),
+        ({"reduce_eval_logits": True, "preprocess_logits_for_metrics": len}, 7, 7),
+    ],
+)
+def test_batches_whose_logits_wait_for_metrics(more, evaluated, kept):
+    own = {"compute_metrics": len, "eval_dataset": [0] * 13, "preprocess_logits_for_metrics": None}
+    args = {"prediction_loss_only": False, "batch_eval_metrics": False, "per_device_eval_batch_size": 2}
+    chosen = {name: more.get(name, value) for name, value in {**own, **args}.items()}
+    job = object.__new__(TrainerJob)
+    vars(job).update(
+        fields={"eval_accumulation_steps": more.get("eval_accumulation_steps")},
+        memory_args=MemoryArguments(reduce_eval_logits=more.get("reduce_eval_logits", False)),
+        trainer=SimpleNamespace(**chosen, args=SimpleNamespace(**chosen)),
+    )
+    assert (job.evaluated_batches, job.kept_batches) == (evaluated, kept)
+
+
+def test_models_held_beside_the_trained_one_keep_as_many_layers():
+    """A reference has the trained model's layers; what has another number of them (a reward model) stays whole."""
+    from transformers import AutoModelForCausalLM
+
+    trained, reference, reward = (AutoModelForCausalLM.from_config(_config(layers)) for layers in (4, 4, 3))
+    holder = SimpleNamespace(model=trained, ref_model=reference, rewards=[reward])
+    for lists, depth, layers in (([trained.model.layers], 2, [2, 2, 3]), ([], 2, [4, 4, 3])):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            copies = TrainerCopy(holder, lists, depth)
+            assert [len(one.model.layers) for one in (copies.copy_models(), *copies.held)] == layers
 
 
 def test_a_trainer_without_data_is_refused(tmp_path):

@@ -154,6 +154,21 @@ def test_what_is_estimated_and_picked_for_every_budget(name, monkeypatch):
     frozen.check(f"picks_{name}".replace(" ", "_"), found)
 
 
+def test_of_nearly_the_fastest_choices_the_cheapest_is_picked(monkeypatch):
+    """Numbers stand for choices, which are as slow as they are high, and the dearer the lower."""
+    monkeypatch.setattr("hf_memopt.planner.search.NEIGHBOURS", 1.5)
+    choices = range(10, 40)
+    search = SimpleNamespace(
+        choices=choices,
+        estimates=choices,
+        fits=lambda choice, budget: choice >= budget,
+        _rank={choice: choice for choice in choices},
+        _price=lambda choice: -choice,
+    )
+    assert [Search._pick(search, budget) for budget in (0, 12, 39, 40)] == [15, 18, 39, None]
+    assert Search._pick(search, 0, condition=lambda choice: choice > 19) == 30
+
+
 # ---- the same parts by themselves
 
 

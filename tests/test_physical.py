@@ -9,6 +9,7 @@ from hf_memopt.estimator import assembly
 from hf_memopt.estimator.accounting.ledger import Peak
 from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.job import describe
+from hf_memopt.estimator.job_checks import facts_of
 from hf_memopt.estimator.physical import check_physics
 
 
@@ -29,6 +30,13 @@ def judged():
 
 def test_what_is_right_passes(judged):
     check_physics(*judged)
+
+
+def test_logits_of_several_evaluation_batches_are_a_fact_of_the_job(judged, monkeypatch):
+    job = judged[2]
+    for count, several in ((0, False), (1, False), (2, True)):
+        monkeypatch.setattr(type(job), "kept_batches", count)
+        assert facts_of(job).keeps_eval_logits is several
 
 
 def _moved(breakdown: dict, to: str, size: int) -> dict:

@@ -22,6 +22,7 @@ from hf_memopt.planner.choices import Choice, memory_arguments
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.launch import launch_command
 from hf_memopt.planner.profiles import Plan, Profile
+from hf_memopt.planner.settle import _check_memory
 
 
 def _accelerate_reads(words: list[str]):
@@ -302,6 +303,7 @@ def test_python_refuses_the_same():
         plan("gpt2", "rtx_4090", method="all")
     with pytest.raises(InputError, match="seq_len=0 must be above 0"):
         plan("gpt2", "rtx_4090", seq_len=0)
+    _check_memory(dataclasses.replace(small_spec(resolve_preset("cpu", "full")), seq_len=1, memory=1))
 
 
 def test_models_without_tokens_are_refused():

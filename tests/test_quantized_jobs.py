@@ -1,6 +1,7 @@
 """Estimates of quantized models against real runs on this CPU, and what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hf_memopt.estimator import assembly, estimate
 from hf_memopt.estimator.accounting.ledger import _parts
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.tracing.fake_quantization import _DEQUANTIZED_BYTES, loaded_tensors
+from hf_memopt.estimator.tracing.fake_tensors import fake_world
 
 
 def _load(folder, config, quantization, dtype=torch.bfloat16):
@@ -44,6 +46,16 @@ def _measured(folder, config, quantization, fields) -> int:
     return sum(loaded.values()) + allocator_peak(
         lambda: _trainer(folder, add_adapters(model, _lora()), fields).train()
     )
+
+
+def test_a_weight_that_fsdp_gathered_has_its_modules_scales():
+    import bitsandbytes
+
+    with fake_world("cpu"):
+        for own, scales in ((None, "the module's"), ("its own", "its own")):
+            module = SimpleNamespace(weight=SimpleNamespace(quant_state=own), quant_state="the module's")
+            bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module(module)
+            assert module.weight.quant_state == scales
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, flags, run_forked, slow
@@ -306,6 +307,37 @@ def test_bad_arguments_are_one_sentence_and_write_nothing(arguments, message, re
         recipe("sft")(["--preset", "cpu", "--output_dir", str(out), *arguments])
     assert len(str(caught.value).splitlines()) == 1
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("trl", "answers", "predicted"), [(False, False, "(1, 7)"), (True, False, None), (True, True, "its batch")]
+)
+def test_a_batch_that_ran_is_predicted_where_its_trainer_is_known(trl, answers, predicted, monkeypatch):
+    from hf_memopt.recipe import prediction
+
+    monkeypatch.setattr(prediction, "trl_trainer", lambda trainer: trl)
+    monkeypatch.setattr(prediction, "tunes_answers", lambda trainer: answers)
+    monkeypatch.setattr(prediction, "_estimate", lambda job, trainer, length, batch, **about: f"(1, {length})")
+    monkeypatch.setattr(prediction, "_estimate_trainer", lambda job, trainer, batch: "its batch")
+    monkeypatch.setattr(prediction, "_in_state", lambda estimate, batch: estimate)
+    job, batch = SimpleNamespace(recipe=None), SimpleNamespace(shape=(1, 7))
+    assert prediction.predict_batch(job, None, "before", batch) == predicted
+    assert prediction.predict_batch(job, None, None, batch) is None
+    assert prediction.predict_batch(job, None, "before", None) is None
+
+
+def test_only_the_built_in_model_needs_no_data(tmp_path):
+    from hf_memopt.recipe.defaults import RecipeDefaults, check_data
+    from hf_memopt.recipe.recipe_arguments import RecipeArguments
+
+    defaults = RecipeDefaults(model=lambda: tmp_path / "own")
+    (tmp_path / "own").mkdir()
+    check_data(RecipeArguments(), defaults)
+    check_data(RecipeArguments(model_name_or_path=str(tmp_path / "own" / ".." / "own")), defaults)
+    check_data(RecipeArguments(model_name_or_path=str(tmp_path), dataset_name="rows.jsonl"), defaults)
+    for others in (str(tmp_path), str(tmp_path / "missing"), "gpt2"):
+        with pytest.raises(InputError, match="needs your data"):
+            check_data(RecipeArguments(model_name_or_path=others), defaults)
 
 
 @pytest.mark.parametrize(

@@ -455,10 +455,18 @@ def test_four_bits_leave_the_device_while_they_are_loaded(tmp_path, monkeypatch)
     assert_same(gradients(model, "not reentrant"), wanted)
 
 
-def test_weights_that_adapters_are_made_from_are_loaded_to_the_device(tmp_path):
+def test_weights_that_adapters_are_made_from_are_loaded_to_the_device():
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
     on = MemoryArguments(weight_streaming=True)
     quantization = BitsAndBytesConfig(load_in_4bit=True)
     assert streams_on_load(on, quantization, LoraConfig(init_lora_weights="gaussian"))
     assert not streams_on_load(on, quantization, LoraConfig(use_dora=True))
     assert not streams_on_load(on, quantization, LoraConfig(init_lora_weights="pissa"))
     assert not streams_on_load(on, None, LoraConfig())
+    plain = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
+    for memory_args, replaced in ((on, True), (MemoryArguments(), False)):
+        with weights_streamed_on_load(memory_args, quantization):
+            quantizer = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
+            assert (quantizer is not plain) is replaced and issubclass(quantizer, plain)
+    assert AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] is plain
