@@ -3,6 +3,7 @@
 import json
 import os
 from functools import wraps
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_memopt import InputError, TrainingOutOfMemory
 from hf_memopt.program import run
+from hf_memopt.trainer import ending
 
 
 @pytest.mark.slow
@@ -136,6 +138,33 @@ def test_a_lost_connection_to_a_killed_worker_is_its_death(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("updating", "in_backward", "whole", "intact"),
+    [
+        (False, False, True, True),
+        (True, False, True, False),
+        (False, True, True, False),
+        (False, False, False, False),
+    ],
+)
+def test_weights_between_two_updates_are_saved(updating, in_backward, whole, intact, monkeypatch):
+    monkeypatch.setattr(ending, "changes_weights_in_backward", lambda trainer: in_backward)
+    monkeypatch.setattr(ending, "holds_whole_model", lambda trainer: whole)
+    ended = []
+    own = SimpleNamespace(
+        _trainer=None,
+        updates=SimpleNamespace(running=updating),
+        end_run=lambda stage, diagnosis, why, intact: ended.append((stage, why, intact)),
+    )
+    worker, call = (SimpleNamespace(message=text) for text in ("DataLoader worker (pid 7) is killed", "out of memory"))
+    ending.Ending.end_run_outside_step(own, worker)
+    ending.Ending.end_run_outside_step(own, call)
+    ending.Ending.end_run_outside_step(own, call, "data")
+    between = ("callbacks", "no smaller micro-batch helps code between the steps", intact)
+    loading = ("data", "no smaller micro-batch helps data loading", intact)
+    assert ended == [loading, between, loading]
+
+
 def test_a_callback_that_runs_out_of_memory_ends_the_run_with_a_report(tmp_path):
     class Average(TrainerCallback):
         """An average of the weights, for which there is no room from the third step on."""

@@ -1,6 +1,7 @@
 """Decoded frames on disk: read again as they were, never those of another file or setting, within a size."""
 
 import os
+from pathlib import Path
 
 import numpy
 import pytest
@@ -64,6 +65,28 @@ def test_a_file_that_breaks_off_is_decoded_again(clip, decoded, tmp_path):
     stored.write_bytes(stored.read_bytes()[:500])
     assert same(cache.read(clip, LIMITS), wanted) and same(cache.read(clip, LIMITS), wanted)
     assert decoded == ["a.mp4"] * 2
+
+
+def test_what_would_run_code_is_decoded_again(clip, decoded, tmp_path):
+    cache = FrameCache(tmp_path / "cache", 1)
+    wanted = cache.read(clip, LIMITS)
+    (stored,) = (tmp_path / "cache").iterdir()
+    with numpy.load(stored) as arrays:
+        parts = dict(arrays)
+    with stored.open("wb") as file:
+        numpy.savez(file, **{**parts, "frames": numpy.array([Writes(tmp_path / "ran")], dtype=object)})
+    assert same(cache.read(clip, LIMITS), wanted) and decoded == ["a.mp4"] * 2
+    assert not (tmp_path / "ran").exists()
+
+
+class Writes:
+    """Pickled, it is a call that writes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
 
 
 def test_the_least_recently_used_give_way(clip, decoded, tmp_path):

@@ -326,6 +326,33 @@ def test_a_batch_that_ran_is_predicted_where_its_trainer_is_known(trl, answers, 
     assert prediction.predict_batch(job, None, "before", None) is None
 
 
+@pytest.mark.parametrize(
+    ("rows", "batches", "drop_last", "words"),
+    [
+        (None, 1, False, "2 × 3 × 1 = 6 samples a step"),
+        (60, 1, False, "2 × 3 × 1 = 6 samples a step"),
+        (61, 1, False, "2 × 3 × 1 = 6 samples a step, 1 in the last of an epoch"),
+        (6, 1, False, "2 × 3 × 1 = 6 samples a step"),
+        (5, 1, False, "2 × 3 × 1 = 6, and the data have 5 rows: 5 samples a step"),
+        (5, 1, True, "2 × 3 × 1 = 6, and the data have 5 rows: 4 samples a step"),
+        (
+            5,
+            2,
+            False,
+            "2 × 3 × 2 = 12, and the data have 5 rows: 8 samples a step, some of them twice over 2 processes",
+        ),
+        (13, 2, False, "2 × 3 × 2 = 12 samples a step, 4 in the last of an epoch"),
+    ],
+)
+def test_the_samples_of_a_step_in_words(rows, batches, drop_last, words):
+    from hf_memopt.recipe.summary import _step
+
+    args = SimpleNamespace(train_batch_size=2, gradient_accumulation_steps=3, dataloader_drop_last=drop_last)
+    data = iter(()) if rows is None else range(rows)
+    said = _step(SimpleNamespace(args=args, train_dataset=data, batches=batches))
+    assert said.removesuffix(" over 2 processes") == words
+
+
 def test_only_the_built_in_model_needs_no_data(tmp_path):
     from hf_memopt.recipe.defaults import RecipeDefaults, check_data
     from hf_memopt.recipe.recipe_arguments import RecipeArguments

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_memopt.errors import InputError
 from hf_memopt.trainer.checkpoints.intact import check_intact, newest_intact
+from hf_memopt.trainer.checkpoints.load_states import SafeLoad
 from hf_memopt.trainer.checkpoints.safe_load import without_code
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -173,6 +174,28 @@ def test_any_damage_is_refused_or_harmless(manifest, saved, name, at, content, k
                 assert found == ("checkpoint-2" if changed else "checkpoint-4")
         with contextlib.suppress(InputError):
             assert train(folder, resume=True, **SAVING | {"max_steps": 5}).step == 5
+
+
+@pytest.mark.parametrize(
+    ("errors", "devices"),
+    [([], ["meta"]), ([torch.OutOfMemoryError("CUDA out of memory.")], ["meta", "cpu"]), ([KeyError()], ["meta"])],
+)
+def test_states_that_do_not_fit_twice_are_loaded_through_host_memory(errors, devices, tmp_path):
+    class Loads:
+        def _load_optimizer_and_scheduler(self, checkpoint):
+            loaded.append(torch.load(checkpoint, map_location="meta").device.type)
+            if remaining:
+                raise remaining.pop()
+
+    class Own(SafeLoad, Loads):
+        pass
+
+    file, loaded, remaining = tmp_path / "optimizer.pt", [], list(errors)
+    torch.save(torch.zeros(2), file)
+    with pytest.raises(KeyError) if isinstance([*errors, None][0], KeyError) else contextlib.nullcontext():
+        diagnosis = Own()._load_states(file)
+        assert (diagnosis is not None) == bool(errors)
+    assert loaded == devices
 
 
 def test_what_another_trainer_wrote_over_it_is_not_damage(run, saved):

@@ -2,6 +2,7 @@
 split."""
 
 from functools import wraps
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 from transformers import Trainer
 
 from hf_memopt import InputError, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory
+from hf_memopt.trainer.step.runner import StepRunner
 from hf_memopt.trainer.step.split import KtoLayout, PairLayout, RowLayout
 
 
@@ -257,6 +259,46 @@ def test_max_batch_size_needs_what_can_be_split(kind, tmp_path):
 
 
 # ---- layouts
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "synced", "ends_at", "splits", "halved"),
+    [
+        (2, "backward", True, 4, True, (2, 50)),
+        (2, "backward", True, 4, False, None),
+        (1, "backward", True, 4, True, "recovers"),
+        (2, "forward", True, 4, True, "recovers"),
+        (2, "backward", False, 4, True, "recovers"),
+        (2, "backward", True, 3, True, "recovers"),
+    ],
+)
+def test_a_run_ends_where_others_wait_in_the_all_reduce(world_size, stage, synced, ends_at, splits, halved):
+    """Two of four samples, which have 100 elements, ran when memory did."""
+
+    class Ended(Exception):
+        pass
+
+    def end_run(*_):
+        raise Ended
+
+    limits = []
+    args = SimpleNamespace(world_size=world_size, device=torch.device("cuda"))
+    runner = SimpleNamespace(
+        _trainer=SimpleNamespace(args=args, _ending=SimpleNamespace(end_run=end_run)),
+        running=(SimpleNamespace(synced=synced, position=ends_at - 2, samples=4, elements=100), 2),
+        stage=stage,
+        splits=splits,
+        limit=SimpleNamespace(halve=lambda *asked: limits.append(asked)),
+    )
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    if halved == "recovers":
+        assert StepRunner._check_recoverable(runner, error).smaller_batch_helps and not limits
+        with pytest.raises(ValueError, match="no memory"):
+            StepRunner._check_recoverable(runner, ValueError("of no memory"))
+        return
+    with pytest.raises(Ended):
+        StepRunner._check_recoverable(runner, error)
+    assert limits == ([halved] if halved else [])
 
 
 def test_three_samples_and_three_axes():
