@@ -313,4 +313,9 @@ def test_an_oom_that_a_run_survived_is_not_what_ended_it():
     assert advise_on_text(f"{skipped}{TRACEBACK}ValueError: x") is None
     again = advise_on_text(f"{skipped}{OOM}\n{TRACEBACK}ValueError: x")
     assert (again.what, again.step) == ("device", 700)
+    nccl = "NCCL WARN Cuda failure 2 'out of memory'"
+    assert advise_on_text(f"{skipped}{OOM}\n{nccl}").what == "device"
+    for text, step in ((STEPS, 30), (f"{STEPS}{nccl}\n{later}", 700)):
+        alone = advise_on_text(f"{text}{nccl}\n{TRACEBACK}ValueError: x")
+        assert (alone.what, alone.step) == ("communication", step)
     assert advise_on_text(skipped).what == "device"  # it is what went wrong with memory

@@ -40,6 +40,8 @@ def test_what_bends_upwards_is_bracketed(monkeypatch):
 def test_the_line_stands_for_an_estimate_that_is_near(monkeypatch, near, fits, estimated):
     search = search_of(monkeypatch, lambda length: 5000 + 3 * length, 5000 + 3 * fits, near=near)
     assert search.find() == fits and list(search.estimates) == [1000, 4000, fits][: 3 if estimated else 2]
+    short = search_of(monkeypatch, float, 1150, near=0.2, guess=lambda estimates: 1100 if estimates else 1000)
+    assert short.find() == 1100 and 1100 in short.estimates, "one estimate is no line"
 
 
 @pytest.mark.parametrize(("limit", "answer"), [(10, None), (10**9, 10_000)])

@@ -169,6 +169,62 @@ def test_of_nearly_the_fastest_choices_the_cheapest_is_picked(monkeypatch):
     assert Search._pick(search, 0, condition=lambda choice: choice > 19) == 30
 
 
+class _Numbered(int):
+    """An even number stands for a plain choice, one above 100 for one with flat buffers."""
+
+    @property
+    def engine(self):
+        return SimpleNamespace(flat_buffers=self > 100)
+
+
+@pytest.mark.parametrize(
+    ("choices", "picks", "budgets", "doubted"),
+    [
+        ((3, 4, 6), (3,), (390,), 4),
+        ((3, 4, 6), (None,), (390,), 4),
+        ((3, 4, 6), (3,), (381,), 4),
+        ((3, 4, 6), (3,), (380,), None),  # more than 5 % too small
+        ((3, 4, 6), (3,), (400,), None),
+        ((3, 4, 6), (6,), (390,), None),
+        ((3, 4, 6), (6, 3), (390, 700), None),
+        ((3, 4, 6), (3, 6), (390, 700), 4),
+        ((3, 5), (3,), (390,), None),
+        ((3, 104), (3,), (10_390,), None),
+        ((2, 4, 6), (3,), (190,), None),  # estimated
+    ],
+)
+def test_a_plain_choice_that_nearly_fits_is_doubted(choices, picks, budgets, doubted):
+    search = SimpleNamespace(
+        _traceable=lambda: map(_Numbered, choices),
+        is_plain=lambda choice: choice % 2 == 0,
+        needs=lambda choice: 100 * choice,
+        estimates={2},
+    )
+    assert Search._doubtful(search, picks, budgets) == doubted
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept_out"),
+    [(199, None), (200, 2), (249, 2), (250, None), (399, None), (400, None), (600, 6), (10_400, None)],
+)
+def test_a_faster_and_simpler_choice_that_only_other_kinds_rule_out(budget, kept_out):
+    """3 is dearer than the pick, 4 is estimated and an estimate of its own kind corrects 5."""
+    choices = [*map(_Numbered, (2, 3, 4, 5, 6, 104, 8))]
+    search = SimpleNamespace(
+        choices=choices,
+        estimates={4},
+        sketch_errors={"kind 5": (0, 1)},
+        _keys=lambda choice: ["a", "b", f"kind {choice}", "c"],
+        _price=lambda choice: (9, 9, 9) if choice in (3, 8) else (1, 1, 1),
+        sketch_bytes={choice: (100 * choice, 0) for choice in choices},
+        needs=lambda choice: 100 * choice + 50,
+        _host_has=lambda choice: True,
+    )
+    assert Search._kept_out(search, [choices[-1], None], [budget, budget]) == kept_out
+    search._host_has = lambda choice: False
+    assert Search._kept_out(search, [choices[-1]], [budget]) is None
+
+
 # ---- the same parts by themselves
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -258,6 +259,10 @@ def test_a_choice_becomes_hugging_faces_words():
     assert offloaded.training["activation_checkpointing_kwargs"] == {"use_reentrant": False, "offload": True}
     kept = dataclasses.replace(choice, checkpointed=0.0).configured(preset).training
     assert "activation_checkpointing" not in kept and "activation_checkpointing_kwargs" not in kept
+    compiled = dataclasses.replace(preset, training=MappingProxyType({**preset.training, "torch_compile": True}))
+    compressed = dataclasses.replace(choice, knobs=frozenset({"activation_compression"}))
+    for other, compiles in ((choice, True), (compressed, False), (dataclasses.replace(choice, streamed=1.0), False)):
+        assert other.configured(compiled).training.get("torch_compile", False) is compiles
 
 
 @pytest.mark.slow

@@ -21,13 +21,13 @@ from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner import streamed_weights
-from hf_memopt.planner.alternatives import Alternative, left_out, plain_alternative
+from hf_memopt.planner.alternatives import Alternative, _alternative, _families, left_out, plain_alternative
 from hf_memopt.planner.choice_jobs import baseline_jobs, start_search
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.plan import _safe_left_out
 from hf_memopt.planner.search import Search
-from hf_memopt.planner.settle import settle
+from hf_memopt.planner.settle import of_one_length, settle
 from hf_memopt.planner.sketch import baselines, make_sketch, traced_jobs
 from hf_memopt.presets import preset_by_name
 from hf_memopt.units import GIB
@@ -144,6 +144,41 @@ def test_the_plain_alternative_is_named_with_what_it_loses(spec_and_search):
     assert alternative.fits and alternative.relative_time > 1
     profile.choice = next(one for one in search.choices if search.is_plain(one) and one.checkpointed == 1)
     assert plain_alternative(spec, search, profile) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "families"),
+    [
+        ({}, ["no memory feature", "all activations kept"]),
+        ({"strategy": "zero2"}, ["zero2"]),
+        ({"checkpointed": 1.0}, []),
+        ({"checkpointed": 1.0, "inputs_offloaded": True}, ["activations in host memory"]),
+        ({"knobs": frozenset({"activation_offload"})}, ["activations in host memory"]),
+        ({"knobs": frozenset({"activation_compression"})}, ["8-bit activations"]),
+        ({"knobs": frozenset({"loss_chunk_size"})}, ["all activations kept"]),
+        ({"streamed": 0.5}, ["all activations kept", "some layers' weights in host memory"]),
+        ({"streamed": 1.0, "checkpointed": 1.0}, []),
+    ],
+)
+def test_the_kinds_of_settings_that_a_choice_is_of(more, families):
+    assert _families(replace(Choice("none", 1, 1, 0.0, "adamw_torch", "bfloat16"), **more)) == families
+
+
+@pytest.mark.parametrize(("method", "relative_time"), [("full", 2.0), ("lora", 1.5)])
+def test_an_alternative_is_compared_by_estimates_of_its_own_method(method, relative_time):
+    choice = Choice("none", 1, 1, 0.0, "adamw_torch", "bfloat16")
+    spec = SimpleNamespace(preset=SimpleNamespace(method="full"))
+    search = SimpleNamespace(
+        seconds={choice: 3.0},
+        relative_time=lambda choice, other: 2.0,
+        needs=lambda choice: 1000,
+        caution=1.1,
+        estimates={},
+    )
+    profile = SimpleNamespace(preset=SimpleNamespace(method=method), choice=choice, seconds=2.0, tokens_per_second=300)
+    found = _alternative(spec, search, choice, True, profile)
+    assert (found.relative_time, found.tokens_per_second) == (relative_time, 300 / relative_time)
+    assert (found.method, found.device_bytes, found.estimated) == ("full", 1100, False)
 
 
 def test_reasons_for_what_was_left_out_agree_with_what_was_chosen(spec_and_search):
@@ -350,6 +385,15 @@ def test_all_spellings_of_a_box_are_one_job(written):
     spec = settle(JobSpec(model="llama-3.2-1b", hardware=written, method="lora"), "lora")
     assert (preset.hardware.name, preset.processes, preset.strategy) == ("h100_80gb", 8, "none")
     assert spec.effective_batch_size == 32
+
+
+def test_methods_are_compared_by_the_same_samples():
+    spec = JobSpec(model="llama-3.2-1b", config=load_config("llama-3.2-1b"), hardware="a100_40gb")
+    usual = {method: resolve_preset(spec.hardware, method).seq_len for method in ("full", "lora", "qlora")}
+    assert len({*usual.values()}) > 1
+    assert of_one_length(spec, tuple(usual)).seq_len == max(usual.values())
+    asked = replace(spec, seq_len=100)
+    assert of_one_length(asked, tuple(usual)) == asked and of_one_length(spec, ("full",)) == spec
 
 
 @pytest.mark.parametrize(("hardware", "batch"), [("rtx_4090", 32), ("a100_80gb", 32), ("rtx_3090x3", 33)])

@@ -58,6 +58,16 @@ def test_weights_alone_rule_out_methods():
     (size, _), (in_4_bits, _) = weights_alone(spec), weights_alone(replace(spec, preset=resolve_preset(*QLORA)))
     assert in_4_bits == size // 4 > 0
     assert weights_alone(replace(spec, memory_args=MemoryArguments(weight_streaming=True))) is None
+    full = spec_for(config(1), "full", hardware="rtx_3060")
+    own = replace(full, training={})
+    freed = replace(own, memory_args=MemoryArguments(optimizer_in_backward=True))
+    every, dtype = weights_alone(full)[0], full.preset.dtype
+    assert [weights_alone(other) for other in (full, own, freed, replace(own, frozen=("vision",)))] == [
+        (every, f"{dtype} weights"),
+        (2 * every, f"{dtype} weights and gradients"),
+        (every, f"{dtype} weights"),
+        (every, f"{dtype} weights"),
+    ]
     budget = size // 2
     spec = replace(spec, memory=int(budget / 0.94), host_memory=HostMemory(size, "a small box"))
     assert not lacks_memory(spec)
