@@ -20,8 +20,9 @@ from hf_memopt.hardware.catalog import catalog_entry
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
-from hf_memopt.planner import streamed_weights
-from hf_memopt.planner.alternatives import Alternative, _alternative, _families, left_out, plain_alternative
+from hf_memopt.planner import alternatives, streamed_weights
+from hf_memopt.planner import plan as plans
+from hf_memopt.planner.alternatives import Alternative, _families, left_out, plain_alternative
 from hf_memopt.planner.choice_jobs import baseline_jobs, start_search
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.devices import resolve_preset
@@ -176,7 +177,7 @@ def test_an_alternative_is_compared_by_estimates_of_its_own_method(method, relat
         estimates={},
     )
     profile = SimpleNamespace(preset=SimpleNamespace(method=method), choice=choice, seconds=2.0, tokens_per_second=300)
-    found = _alternative(spec, search, choice, True, profile)
+    found = alternatives._alternative(spec, search, choice, True, profile)
     assert (found.relative_time, found.tokens_per_second) == (relative_time, 300 / relative_time)
     assert (found.method, found.device_bytes, found.estimated) == ("full", 1100, False)
 
@@ -385,6 +386,17 @@ def test_all_spellings_of_a_box_are_one_job(written):
     spec = settle(JobSpec(model="llama-3.2-1b", hardware=written, method="lora"), "lora")
     assert (preset.hardware.name, preset.processes, preset.strategy) == ("h100_80gb", 8, "none")
     assert spec.effective_batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("steps", "quick", "last"), [(None, False, True), (None, True, True), (2, False, False), (2, True, True)]
+)
+def test_what_is_given_is_left_open_before_changes_are_looked_for(steps, quick, last, monkeypatch):
+    asked, training = [], {"gradient_accumulation_steps": steps} if steps else {}
+    monkeypatch.setattr(plans, "_answer", lambda spec, methods, say, last: asked.append(last) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        plan("llama-3.2-1b", "rtx_3060", 4, 128, "lora", training=training, quick=quick)
+    assert asked == [last]
 
 
 def test_methods_are_compared_by_the_same_samples():
