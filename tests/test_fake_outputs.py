@@ -111,6 +111,15 @@ def test_only_whole_storages_are_made_anew(make, plain):
     assert not fake_outputs._is_plain(torch.empty(4, 6)), "no fake tensor"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float16, 1.0), (torch.int64, 1), (torch.uint8, 0), (torch.bool, False)]
+)
+def test_a_value_that_nobody_knows_is_a_healthy_steps(dtype, value):
+    with FakeTensorMode():
+        found = FakeLedger(accelerator=True)._plausible_item(torch.empty(1, dtype=dtype))
+    assert found == value and type(found) is type(value)
+
+
 def test_the_memory_of_shapes_has_an_end(monkeypatch):
     monkeypatch.setattr(fake_outputs, "_MOST", 3)
     twice(lambda a, b: [a * number for number in range(9)])

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import videos
@@ -9,6 +10,7 @@ from conftest import flags
 
 from hf_memopt import InputError
 from hf_memopt.data.sources import load_rows
+from hf_memopt.recipe.rows import fill_stream
 
 # TRL 1.16 reads names that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -155,6 +157,37 @@ def test_what_the_user_set_is_refused(name, count, more, message, recipe, data, 
     with pytest.raises(InputError, match=message):
         recipe(name)([*arguments, *more])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "drop_last", "given", "times"),
+    [
+        (9, False, (), 1),
+        (8, False, (), 2),
+        (4, False, (), 3),
+        (12, True, (), 1),
+        (11, True, (), 2),
+        (0, False, (), None),
+        (8, False, ("effective_batch_size",), None),
+        (8, False, ("learning_rate",), 2),
+        (9, False, ("effective_batch_size",), 1),
+    ],
+)
+def test_a_stream_lasts_for_a_step(count, drop_last, given, times):
+    """Of three batches of two samples on each of two processes; the last one may be short."""
+
+    class Stream(list):
+        def repeat(self, times):
+            return self * times
+
+    batch = {"per_device_train_batch_size": 2, "world_size": 2, "gradient_accumulation_steps": 3}
+    args = SimpleNamespace(**batch, dataloader_drop_last=drop_last)
+    job, samples = SimpleNamespace(args=args, given=set(given)), Stream(range(count))
+    if times is None:
+        with pytest.raises(InputError, match=f"streams {count} samples, and a step of 3 batches of 4 needs"):
+            fill_stream(samples, job, "rows")
+    else:
+        assert fill_stream(samples, job, "rows") == [*range(count)] * times
 
 
 @pytest.mark.parametrize(("rows", "kept"), [(201, 191), (999, 949), (1500, 1300)])

@@ -1,12 +1,15 @@
 """Frames a second, bounds and segments: the frames that qwen-vl-utils takes, by its rules written down here anew."""
 
 import math
+from contextlib import nullcontext
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import videos
 
+from hf_memopt.video import video_files
 from hf_memopt.video.clips import outline_clip, read_clip
 from hf_memopt.video.frame_limits import FrameLimits, Sampling
 from hf_memopt.video.video_files import BadVideo
@@ -133,3 +136,74 @@ def test_sizes_are_those_of_qwen_vl_utils(asked, size, tmp_path):
     bounded = FrameLimits(4, multiple_of=2, max_pixels=20_000, side_multiple=28, sampling=Sampling(**asked))
     height, width = read_clip(path, bounded).frames.shape[2:]
     assert height * width <= 20_000, "the run's own limit holds"
+
+
+@pytest.mark.parametrize(
+    ("stamps", "frames", "seconds"),
+    [
+        ((0, 10, 20), 3, 3.0),
+        ((30, 10, 20), 3, 3.0),
+        ((None, 0, 10), 3, 1.5),  # a packet without a time has a frame, too
+        ((5, 5), 2, 2 / 25),
+        ((None,), 1, 1 / 25),
+        ((), 1, 1 / 25),
+    ],
+)
+def test_the_length_of_packets(stamps, frames, seconds, monkeypatch):
+    """In tenths of a second; of 25 frames a second where no two times differ."""
+    packets = [SimpleNamespace(pts=stamp) for stamp in stamps]
+    monkeypatch.setattr(video_files, "read_packets", lambda container, stream: packets)
+    assert video_files.packet_length(None, SimpleNamespace(time_base=0.1), 25.0) == (frames, pytest.approx(seconds))
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """A file of these packets and decoded frames, in tenths of a second, with 25 frames a second."""
+
+    def make(packets=(), times=()):
+        frames = [SimpleNamespace(time=time) for time in times]
+        rows = [SimpleNamespace(pts=pts, duration=duration, is_keyframe=key) for pts, duration, key in packets]
+        stream = SimpleNamespace(time_base=0.1, average_rate=25)
+        monkeypatch.setattr(video_files, "open_video", lambda source: nullcontext())
+        monkeypatch.setattr(video_files, "video_stream", lambda container, source: stream)
+        monkeypatch.setattr(video_files, "read_packets", lambda container, stream: rows)
+        monkeypatch.setattr(video_files, "decode_frames", lambda container, stream: frames)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("packets", "seconds", "keys", "last"),
+    [
+        ([(20, 5, True), (50, 5, False), (40, 5, True)], [0, 2, 3], [20, 40], 1.0),  # in the order of decoding
+        ([(7, 5, True)], [0], [7], 0.5),
+        ([(7, None, True)], [0], [7], 0.04),
+        ([(7, None, True), (None, None, False)], None, None, None),
+        ([(7, 5, True), (7, 5, False)], None, None, None),
+        ([], None, None, None),
+    ],
+)
+def test_times_of_packets(packets, seconds, keys, last, opened):
+    opened(packets)
+    times = video_files.packet_times("a.mp4")
+    if seconds is None:
+        assert times is None
+        return
+    assert times.seconds == pytest.approx(seconds) and times.last_duration == pytest.approx(last)
+    assert (times.stamps, times.keys) == (sorted(pts for pts, *_ in packets), keys)
+
+
+@pytest.mark.parametrize(
+    ("times", "seconds", "last"),
+    [
+        ([0.5, 1.0, 2.5], [0, 0.5, 2], 1.5),
+        ([0.5, None, 2.5], [0, 0.04, 0.08], 0.04),
+        ([0.5, 0.5, 2.5], [0, 0.04, 0.08], 0.04),
+        ([7.0], [0], 0.04),
+    ],
+)
+def test_times_of_decoded_frames(times, seconds, last, opened):
+    opened(times=times)
+    found = video_files.decoded_times("a.mp4")
+    assert found.seconds == pytest.approx(seconds) and found.last_duration == pytest.approx(last)
+    assert (found.stamps, found.keys) == (None, [])

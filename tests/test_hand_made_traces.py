@@ -169,6 +169,23 @@ def test_of_nearly_the_fastest_choices_the_cheapest_is_picked(monkeypatch):
     assert Search._pick(search, 0, condition=lambda choice: choice > 19) == 30
 
 
+@pytest.mark.parametrize(
+    ("picks", "has_host", "again"), [([1, None], True, True), ([1, None], False, False), ([1, 2], True, False)]
+)
+def test_where_nothing_fits_the_smallest_is_estimated(picks, has_host, again):
+    asked = []
+    search = SimpleNamespace(
+        _picks_after_estimates=lambda budgets: asked.append(budgets) or picks,
+        _host_has=lambda choice: has_host,
+        _traceable=lambda: [1, 2],
+        smallest=lambda: asked.append("smallest"),
+        _doubtful=lambda picks, budgets: None,
+        _kept_out=lambda picks, budgets: None,
+    )
+    assert Search.fastest_for(search, [7]) == picks
+    assert asked == ([[7], "smallest", [7]] if again else [[7]])
+
+
 class _Numbered(int):
     """An even number stands for a plain choice, one above 100 for one with flat buffers."""
 

@@ -44,6 +44,13 @@ def test_computes_what_torchs_kernel_does(dtype, masked, heads):
     assert found.dtype == dtype and torch.allclose(found, expected, atol=1e-6 if dtype == WIDE else 1e-3)
 
 
+def test_drops_what_is_asked_for():
+    ones = torch.ones(1, 1, 400, 4)
+    kept, dropped, none = (_attend(ones, ones, ones, None, share, False, None, 1) for share in (0.0, 0.5, 1.0))
+    assert torch.allclose(kept, ones) and not none.any()
+    assert dropped.unique().numel() > 1 and dropped.mean() == pytest.approx(1, abs=0.05)
+
+
 def activations(hardware: str, groups: int, attention: str = "sdpa", **fields) -> int:
     """Bytes of activations of a model with little beside attention, at the peak."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS, "vocab_size": 64}

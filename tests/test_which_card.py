@@ -108,6 +108,14 @@ def test_hours_and_cost_of_a_card(price, rate, tokens, hours, cost):
     assert (Fit.hours.fget(fit), Fit.cost.fget(fit)) == (hours and pytest.approx(hours), cost)
 
 
+@pytest.mark.parametrize(
+    ("fills", "offloads", "near"), [(0.84, (), False), (0.86, (), True), (0.95, (), True), (0.1, ("weights",), True)]
+)
+def test_a_card_is_near_its_limit_within_a_sketchs_error(fills, offloads, near):
+    fit = SimpleNamespace(fills=fills, share=0.9, choice=SimpleNamespace(offloads=offloads))
+    assert Fit.is_near.fget(fit) is near
+
+
 def test_a_limit_per_hour_leaves_out_larger_boxes(prices):
     fits = which_card(config(), seq_len=512, method="lora", prices=prices, max_price=0.5, every=True).fits["lora"]
     assert {fit.name for fit in fits} == {"rtx_3070", "t4", "t4x2", "apple_m2_8gb"}

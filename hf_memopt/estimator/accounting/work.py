@@ -155,11 +155,10 @@ def _flops(func, args, kwargs, out) -> int:
         return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
     if packet is _aten.linear:  # stays whole where no gradient is recorded, as in bitsandbytes' 4-bit matmul
         return 2 * args[0].numel() * args[1].shape[0]
-    if packet is _aten._int_mm:  # counted at the rate of 16 bits: bitsandbytes' quantization takes what 8 bits save
+    # _int_mm counts at the rate of 16 bits: bitsandbytes' quantization takes what 8 bits save. In _grouped_mm every
+    # row is multiplied with one expert's weight.
+    if packet in (_aten._int_mm, _aten._grouped_mm):
         return 2 * args[0].numel() * args[1].shape[-1]
-    if packet is _aten._grouped_mm:  # every row is multiplied with one expert's weight
-        rows, inner = (args[0].numel() // args[0].shape[-1], args[0].shape[-1])
-        return 2 * rows * inner * args[1].shape[-1]
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
