@@ -162,7 +162,7 @@ def test_export_says_how_to_start_what_it_wrote(command, tmp_path, monkeypatch):
     expected = {
         "sh 'a run'/launch.sh": ["rtx_4090"],
         "accelerate launch --config_file 'a run'/accelerate.yaml SCRIPT.py": ["rtx_4090", "--yaml-only"],
-        "sbatch 'a run'/slurm.sbatch": ["rtx_4090", "--target", "slurm"],
+        "sbatch 'a run'/slurm.sbatch": ["rtx_4090", "--target", "Slurm"],
     }
     for start, (preset, *options) in expected.items():
         code, output, errors = command("export", preset, "a run", *options, "--overwrite")
