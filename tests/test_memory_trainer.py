@@ -1,5 +1,7 @@
 """MemoryTrainer on real runs that run out of memory at chosen allocations: what comes out is what would have."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import slow
@@ -10,6 +12,8 @@ from small_runs import DECLARED, MODELS, OOM, QUIET, MeanLoss, Rows, collate, ll
 from transformers import Trainer
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainerMixin, TrainingOutOfMemory
+from hf_memopt.trainer.step.batch_limit import BatchLimit, Pressure
+from hf_memopt.trainer.step.window import MicroBatch
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +134,6 @@ def test_the_smaller_micro_batch_is_remembered_and_logged(tmp_path, caplog):
 
 
 def test_chunk_size_by_size_and_growth():
-    from hf_memopt.trainer.step.batch_limit import BatchLimit
-
     limit = BatchLimit(patience=3)
     assert limit.chunk_size(8, 800) == 8
     assert limit.halve(8, 800) == 4
@@ -146,6 +148,63 @@ def test_chunk_size_by_size_and_growth():
     assert limit.count_quiet_step(True)
     limit.halve(8, 800)
     assert not any(limit.count_quiet_step(False) for _ in range(1000)), "memory never stayed low"
+
+
+@pytest.mark.parametrize(
+    ("near", "splits", "fewest", "halved", "restored"),
+    [
+        (950, True, 1, True, False),
+        (950, False, 1, False, False),
+        (950, True, 4, False, False),
+        (899, True, 1, False, False),
+        (500, True, 1, False, False),  # twice the activations would take the 800 that are aimed for
+        (499, True, 1, False, True),
+    ],
+)
+def test_pressure_halves_the_batch_and_quiet_restores_it(near, splits, fewest, halved, restored):
+    """Of 1000 bytes, 200 rest between steps; a micro-batch of 8 samples, 4 at once, has 800 elements."""
+    events = []
+    monitor = SimpleNamespace(status=lambda share: "critical" if share >= 0.9 else "normal", target_utilization=0.8)
+    callback = SimpleNamespace(monitor=monitor, growth=SimpleNamespace(capacity=1000), tokens=5)
+    limit = BatchLimit(patience=1, min_samples=fewest)
+    limit.elements = 400
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(world_size=4),
+        get_tp_size=lambda: 2,
+        _callback=callback,
+        _runner=SimpleNamespace(limit=limit, splits=splits),
+        _event=lambda name, **figures: events.append((name, figures)),
+    )
+    allocated = iter([200, 100, near, 300])
+    pressure = Pressure(trainer, SimpleNamespace(allocated=lambda: next(allocated)))
+    pressure.after_window(SimpleNamespace(started=[]))
+    pressure.note_activations()
+    pressure.note_activations()
+    rows = {"input_ids": torch.zeros(8, 100)}
+    small, large = (SimpleNamespace(inputs=rows, samples=8, elements=elements, size=4) for elements in (80, 800))
+    assert pressure.is_largest({"input_ids": [1, 1]}) is None
+    pressure.after_window(SimpleNamespace(started=[small, large]))
+    assert (callback.elements, callback.near_peak, callback.tokens) == (880, near, 5 + 2 * 2 * 800)
+    assert [pressure.is_largest({"input_ids": [8, length]}) for length in (100, 101)] == [False, True]
+    assert limit.elements == (200 if halved else None if restored else 400)
+    before_and_after = [figures.get("micro_batch_after", figures.get("samples_at_once")) for _, figures in events]
+    assert before_and_after == ([2] if halved else [8] if restored else [])
+
+
+def test_the_chunks_of_a_micro_batch_that_starts_again():
+    micro = MicroBatch({}, None, samples=7, elements=70, size=4, synced=True, number=0, versions=[])
+    assert micro.next_chunk == (0, 4)
+    micro.record_chunk(0, 4, 1.0)
+    assert (micro.position, micro.next_chunk, micro.loss) == (4, (4, 7), 1.0)
+    micro.shrink(2)
+    assert micro.next_chunk == (4, 6)
+    micro.record_chunk(4, 6, 0.5)
+    micro.restart()
+    assert (micro.position, micro.next_chunk, micro.loss) == (0, (0, 4), None)
+    for chunk in ((0, 4), (4, 6), (6, 7)):
+        assert micro.next_chunk == chunk
+        micro.record_chunk(*chunk, 1.0)
+    assert (micro.position, micro.loss, micro.chunk_sizes) == (7, 3.0, [4, 2, 1])
 
 
 def test_other_errors_pass_through(tmp_path):
