@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -19,7 +20,7 @@ from hf_memopt.levers.apply import apply_levers
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.levers.few_logits import with_few_logits
 from hf_memopt.program import run
-from hf_memopt.video import media
+from hf_memopt.video import media, samples
 from hf_memopt.video.collator import VideoCollator
 from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.encoder import Encoder
@@ -409,3 +410,44 @@ def test_few_logits_leave_the_loss_as_it_is(name, family, files):
     assert (memory_args.loss_chunk_size is not None) is (name == "video_llama_3")
     apply_levers(model, memory_args)
     torch.testing.assert_close(model(**batch).loss, wanted, rtol=1e-5, atol=1e-6)
+
+
+class _Counting:
+    """An encoder whose rows are numbers of tokens, and of pixels beside an image; None is a bad file's row."""
+
+    media = SimpleNamespace(outline=lambda medium: SimpleNamespace(pixels=medium.source))
+
+    def __call__(self, row, where):
+        if row is None:
+            raise BadVideo(f"{where}: not a video")
+        return {"input_ids": [0] * row}
+
+    def read(self, row, where):
+        return None, [Medium("video", len(self(row, where)["input_ids"])), Medium("image", 100)]
+
+
+def test_a_bad_files_row_counts_as_the_one_in_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(samples, "outline_encoder", lambda encode: encode)
+    bad = BadVideos(tmp_path / "bad.txt", max_bad_videos=2)
+    data = VideoSamples([3, None, 5, None], _Counting(), bad)
+    assert data.lengths() == [len(data[index]["input_ids"]) for index in range(4)] == [3, 5, 5, 3]
+    assert data.sizes() == [3, 0, 5, 0] and data.sizes(2) == [3, 0, 0, 0] and len(bad.listed()) == 2
+    for beyond in (-1, 4):
+        with pytest.raises(IndexError, match=f"row {beyond} of 4"):
+            data[beyond]
+    for of_all in (
+        VideoSamples(rows, _Counting(), BadVideos(tmp_path / "all.txt", 2)) for rows in ([None], [None, None])
+    ):
+        with pytest.raises(BadVideo, match=f"none of the {len(of_all)} rows has"):
+            of_all.lengths()
+        with pytest.raises(BadVideo, match=f"none of the {len(of_all)} rows has"):
+            of_all[0]
+    with pytest.raises(BadVideo, match="2 before it already reach max_bad_videos=2"):
+        VideoSamples([1, 1, 1, 1, None], _Counting(), bad).lengths()
+
+
+def test_the_outline_of_a_clip_has_its_frames_and_times():
+    outline = SimpleNamespace(frames=4, height=8, width=6, total=10, rate=2.0)
+    clip = samples.OutlineEncoder.decode(SimpleNamespace(outline=lambda medium: outline), Medium("video", "a.mp4"))
+    assert (clip.indices, clip.timestamps) == ((0, 3, 6, 9), (0.0, 1.5, 3.0, 4.5))
+    assert (len(clip.frames), clip.total, clip.duration, clip.height, clip.width) == (4, 10, 5.0, 8, 6)
