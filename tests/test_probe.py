@@ -3,15 +3,20 @@
 import json
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from conftest import run, run_forked
 from faults import Strikes
 from small_runs import OOM, Rows, collate, llama, train
+from torch.utils.data import BatchSampler
 from transformers import Trainer, TrainingArguments
 
 from hf_memopt import MemoryArguments, TrainingOutOfMemory
+from hf_memopt.trainer.data_loading import batch_order
+from hf_memopt.trainer.step.probe import worst_batch
 
 
 def probing(trainer):
@@ -81,7 +86,6 @@ def test_lengths_of_arrow_tables_and_lists():
     from datasets import Dataset
 
     from hf_memopt.data.sample_batches import sample_lengths
-    from hf_memopt.trainer.step.probe import worst_batch
 
     rows = [{"input_ids": [1] * length} for length in (3, 9, 5)]
     table = Dataset.from_list(rows)
@@ -91,6 +95,28 @@ def test_lengths_of_arrow_tables_and_lists():
     assert worst_batch(torch.utils.data.DataLoader(rows, batch_size=2), 0) == [0, 1]
     shuffled = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True)
     assert worst_batch(shuffled, 0) == [1, 2], "the order is not known: the longest ones together"
+    shuffled.total_batch_size = 1  # of accelerate's loaders, where a batch has samples of several processes
+    assert worst_batch(shuffled, 0) == [1] and worst_batch(SimpleNamespace(dataset=iter(rows)), 0) is None
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_the_order_of_an_epoch_is_read_from_a_copy(shards):
+    def sampler(epoch):
+        made = SeedableRandomSampler(range(9), data_seed=5)
+        made.set_epoch(epoch)
+        batches = BatchSampler(made, 2, drop_last=False)
+        return made, BatchSamplerShard(batches, 2, 1) if shards else batches
+
+    own, batches = sampler(0)
+    loader = torch.utils.data.DataLoader(range(9), batch_sampler=batches)
+    orders = [list(batch_order(loader, epoch)) for epoch in range(3)]
+    assert orders == [list(sampler(epoch)[1]) for epoch in range(3)] and orders[0] != orders[1]
+    assert own.epoch == 0 and list(batch_order(loader, 0)) == orders[0]
+    lengths = [{"input_ids": [1] * (index + 1)} for index in range(9)]
+    for epoch in range(2):
+        heaviest = max(orders[epoch], key=lambda batch: len(batch) * (max(batch) + 1))
+        by_length = torch.utils.data.DataLoader(lengths, batch_sampler=sampler(0)[1])
+        assert worst_batch(by_length, epoch) == heaviest
 
 
 @pytest.mark.slow
