@@ -208,8 +208,9 @@ def test_a_default_holds_out_no_more_than_a_part(jsonl, caplog):
 
 
 def test_defaults_of_generation_follow_the_batch(loaded, caplog):
-    _, _, args = loaded("grpo", 6, "--effective_batch_size", "4")
-    assert (args.num_generations, args.generation_batch_size) == (4, 4)
+    for batch, generations in ((16, 8), (12, 6), (4, 4)):
+        _, _, args = loaded("grpo", 6, "--effective_batch_size", str(batch))
+        assert (args.num_generations, args.generation_batch_size) == (generations, batch)
     assert re.search("note: num_generations: 4, which divide the batch of 4", caplog.text)
 
 
