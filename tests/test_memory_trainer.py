@@ -12,6 +12,7 @@ from small_runs import DECLARED, MODELS, OOM, QUIET, MeanLoss, Rows, collate, ll
 from transformers import Trainer
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainerMixin, TrainingOutOfMemory
+from hf_memopt.levers.arguments import THRESHOLDS
 from hf_memopt.trainer.step.batch_limit import BatchLimit, Pressure
 from hf_memopt.trainer.step.window import MicroBatch
 
@@ -232,11 +233,32 @@ def test_auto_find_batch_size_is_refused(tmp_path):
         ({"warning_threshold": 0.99}, "thresholds must rise"),
         ({"adjustment_frequency": 0}, "adjustment_frequency=0 must be above 0"),
         ({"min_batch_size": 4, "max_batch_size": 2}, "max_batch_size=2 is below min_batch_size=4"),
+        ({"emergency_threshold": 1.01}, "thresholds must rise"),
+        (
+            {"target_memory_utilization": 0.0},
+            r"target_memory_utilization=0.0, warning_threshold=[\d.]+, critical_threshold=[\d.]+, emergency_threshold=",
+        ),
+        ({"checkpoint_ratio": 1.01}, r"checkpoint_ratio=1.01 must lie between 0 \(no layer\) and 1 \(all\)"),
+        ({"checkpoint_ratio": -0.01}, "checkpoint_ratio=-0.01 must lie"),
+        ({"snapshot_steps": "0-1"}, "snapshot_steps='0-1'"),
     ],
 )
 def test_bad_memory_arguments(fields, message):
     with pytest.raises(InputError, match=message):
         MemoryArguments(**fields)
+
+
+def test_memory_arguments_at_their_bounds():
+    for fields in (
+        dict.fromkeys(THRESHOLDS, 1.0),
+        {"min_batch_size": 2, "max_batch_size": 2},
+        {"checkpoint_ratio": 0.0},
+        {"checkpoint_ratio": 1.0},
+        {"snapshot_steps": "1-1"},
+    ):
+        MemoryArguments(**fields)
+    assert MemoryArguments(max_memory_gib=1.5).max_memory_bytes == 3 * 2**29
+    assert MemoryArguments(loss_chunk_size=64, warning_threshold=0.91).levers() == {"loss_chunk_size": 64}
 
 
 # ---- subclasses
