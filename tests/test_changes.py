@@ -69,6 +69,69 @@ def test_settings_are_fields():
         assert change.settings or change.compute or change.label, name
 
 
+@pytest.mark.parametrize(
+    ("name", "own", "settings"),
+    [
+        ("CHECKPOINTING", {"setup": {"activation_checkpointing": True}}, None),
+        ("CHECKPOINTING", {"setup": {"engine_checkpointing": True}}, None),
+        ("MICRO_BATCH", {}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
+        (
+            "MICRO_BATCH",
+            {"training": {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 4}},
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 10},
+        ),
+        ("MICRO_BATCH", {"training": {"per_device_train_batch_size": 1}}, None),
+        ("MICRO_BATCH", {"memory_args": MemoryArguments(max_tokens_per_batch=512)}, None),
+        ("SHORTER", {"seq_len": 1024}, {"seq_len": 512}),
+        ("SHORTER", {"seq_len": 513}, {"seq_len": 256}),
+        ("SHORTER", {"seq_len": 512}, None),
+        ("SHORTER", {}, None),
+        ("SHORTER", {"seq_len": 1024, "halved_frames": 8}, {"max_frames": 8}),
+        ("SHORTER", {"seq_len": 1024, "halved_frames": 0}, None),
+        ("ADAM_8BIT", {}, {"optim": "adamw_8bit"}),
+        ("ADAM_8BIT", {"setup": {"optim": "sgd"}}, None),
+        ("ADAM_8BIT", {"setup": {"method": "lora"}}, None),
+        ("BF16_WEIGHTS", {"setup": {"dtype": "float32"}}, {"dtype": "bfloat16"}),
+        ("BF16_WEIGHTS", {"setup": {"dtype": "float32", "method": "lora"}}, None),
+        ("BF16_WEIGHTS", {"setup": {"dtype": "bfloat16"}}, None),
+        ("LORA", {}, {"method": "lora"}),
+        ("LORA", {"setup": {"method": "qlora"}}, None),
+        ("QLORA", {"setup": {"method": "lora"}}, {"method": "qlora"}),
+        ("QLORA", {"setup": {"method": "qlora"}}, None),
+        ("FSDP2", {"setup": {"strategy": "ddp"}}, {"strategy": "fsdp2"}),
+        ("FSDP2", {"setup": {"strategy": "zero3"}}, None),
+        ("ZERO2", {}, {"strategy": "zero2"}),
+        ("ZERO3", {"setup": {"strategy": "fsdp2"}}, None),
+        ("ZERO3_OFFLOAD", {}, {"strategy": "zero3_offload_cpu", "optim": "adamw_torch"}),
+        ("ZERO3_OFFLOAD", {"discrete_memory": False}, None),
+        ("ZERO3_OFFLOAD", {"setup": {"strategy": "zero3", "offload": "cpu"}}, None),
+        ("VISION_FLASH", {"setup": {"device": "xpu"}}, None),
+        ("LIGER", {"setup": {"device": "xpu"}}, {}),
+        ("LIGER", {"setup": {"device": "mps"}}, None),
+        ("EXPANDABLE_SEGMENTS", {}, {}),
+        ("EXPANDABLE_SEGMENTS", {"setup": {"device": "rocm"}}, None),
+        ("SPLIT_SIZE", {"setup": {"device": "rocm"}}, {}),
+        ("SPLIT_SIZE", {}, None),
+        ("EVAL_ACCUMULATION", {}, None),
+        ("EVAL_ACCUMULATION", {"keeps_eval_logits": True}, {"eval_accumulation_steps": 1}),
+        ("EVAL_BATCH", {}, None),
+        ("EVAL_BATCH", {"training": {"eval_strategy": "steps"}}, {"per_device_eval_batch_size": 1}),
+        ("EVAL_BATCH", {"training": {"eval_strategy": "steps", "per_device_eval_batch_size": 1}}, None),
+    ],
+)
+def test_what_a_change_sets_for_a_job(name, own, settings):
+    setup = {"device": "cuda", "method": "full", "optim": "adamw_torch", "precision": "bf16"}
+    job = Facts(
+        **{
+            "training": {"per_device_train_batch_size": 4, "bf16": True},
+            "discrete_memory": True,
+            **own,
+            "setup": Setup(**{**setup, **own.get("setup", {})}),
+        }
+    )
+    assert TABLE[name].settings_for(job) == settings
+
+
 def test_8_bit_adam_is_proposed_where_it_has_a_kernel():
     jobs = {device: Facts.on_device(device) for device in DEVICES}
     assert {device for device, job in jobs.items() if not changes.ADAM_8BIT.settings_for(job)} == {"mps"}
