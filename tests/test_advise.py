@@ -13,6 +13,7 @@ from hf_memopt.oom.causes import Failure, explain
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, diagnose_text
 from hf_memopt.oom.figures import parse_figures
 from hf_memopt.reports.advice import Advice, advise, advise_on_text
+from hf_memopt.units import GIB
 
 CUDA = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.64 GiB "
@@ -26,6 +27,30 @@ PLAIN = CUDA.format(others="", own="22.50", allocated="21.50", unused="300.00")
 def log(frames: str, message: str = PLAIN, progress: str = "") -> str:
     where = "".join(f'  File "/x/y.py", line 3, in {frame}\n    something()\n' for frame in frames.split())
     return f"{progress}\nTraceback (most recent call last):\n{where}{message}\n"
+
+
+@pytest.mark.parametrize(
+    ("figures", "fragmented", "squeezed"),
+    [
+        ({}, False, False),
+        ({"asked_bytes": 2, "unused_bytes": 2, "capacity_bytes": 20}, True, False),
+        ({"asked_bytes": 3, "unused_bytes": 2, "free_bytes": 1, "capacity_bytes": 20}, True, False),
+        ({"asked_bytes": 4, "unused_bytes": 2, "free_bytes": 1, "capacity_bytes": 20}, False, False),
+        ({"asked_bytes": 2, "unused_bytes": 2, "capacity_bytes": 40}, False, False),  # 5 % is usual
+        ({"asked_bytes": 9, "others_bytes": 6, "unused_bytes": 2, "free_bytes": 1, "capacity_bytes": 80}, False, True),
+        (
+            {"asked_bytes": 9, "others_bytes": 6, "unused_bytes": 2, "capacity_bytes": 80},
+            False,
+            False,
+        ),
+        ({"asked_bytes": 1, "others_bytes": 4, "capacity_bytes": 80}, False, False),
+        ({"asked_bytes": 1, "others_bytes": 1, "capacity_bytes": 10}, False, False),  # a gibibyte is a desktop's
+    ],
+)
+def test_memory_in_pieces_and_memory_of_others(figures, fragmented, squeezed):
+    """Figures in GiB."""
+    failure = Failure(diagnosis=None, figures={name: size * GIB for name, size in figures.items()})
+    assert (failure.fragmented, failure.squeezed) == (fragmented, squeezed)
 
 
 @pytest.mark.parametrize(

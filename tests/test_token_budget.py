@@ -13,7 +13,7 @@ from small_runs import Rows, collate, llama, train
 from test_adam_mini import stop_after
 
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate, estimate_trainer
-from hf_memopt.levers.token_budget import TokenBudgetBatches, samples_within
+from hf_memopt.levers.token_budget import TokenBudgetBatches, _cuts, samples_within
 
 BUDGET = {"max_tokens_per_batch": 96}
 
@@ -50,6 +50,27 @@ def test_processes_take_as_many_steps(lengths, processes):
         assert set(dealt) == set(range(len(lengths))) and len(dealt) < len(lengths) + processes
     else:
         assert dealt == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "processes", "cuts"),
+    [
+        ([8, 8, 8, 16], 24, 1, [(0, 3), (3, 4)]),
+        ([8, 8, 8, 16], 23, 1, [(0, 2), (2, 3), (3, 4)]),
+        ([8, 8, 8, 16], 64, 1, [(0, 4)]),
+        ([8, 8, 8, 16], 32, 3, [(0, 1), (1, 3), (3, 4)]),
+        ([8, 8, 8, 16], 32, 5, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        ([8, 8, 8, 8], 32, 2, [(0, 2), (2, 4)]),
+        ([8], 8, 1, [(0, 1)]),
+    ],
+)
+def test_sorted_lengths_are_divided_where_the_budget_ends(lengths, budget, processes, cuts):
+    assert sorted(_cuts(lengths, budget, processes)) == cuts
+
+
+@pytest.mark.parametrize(("budget", "length", "samples"), [(64, 8, 8), (63, 8, 7), (64, 9, 4), (7, 8, 1)])
+def test_samples_of_one_length_within_a_budget(budget, length, samples):
+    assert samples_within(budget, length) == samples
 
 
 def test_little_is_padded_and_epochs_differ():
