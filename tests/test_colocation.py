@@ -5,11 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 from hf_memopt import InputError
 from hf_memopt.estimator.accounting.ledger import Peak
-from hf_memopt.estimator.colocation import add_engine, notes_on_engine
+from hf_memopt.estimator.colocation import add_engine, cache_bytes, engine_weights, notes_on_engine
 from hf_memopt.hardware import get_hardware
 from hf_memopt.units import GIB
 
@@ -106,3 +106,19 @@ def test_quantized_weights_are_as_large_as_loaded():
     found = peaks()
     add_engine(found, Job({"use_vllm": True, "vllm_enable_sleep_mode": True}, quantization_config=object()))
     assert found["weight_sync"].total - found["between"].total == 10**9 < GIB
+
+
+def test_bytes_of_a_tokens_keys_and_values():
+    """Two of them, of each layer and key head, in 16 bits."""
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8}
+    assert cache_bytes(LlamaConfig(**sizes)) == 2 * 3 * 8 * 8 * 2
+    assert cache_bytes(LlamaConfig(**sizes, num_key_value_heads=2)) == 2 * 3 * 2 * 8 * 2
+    assert cache_bytes(LlamaConfig(**sizes, head_dim=32)) == 2 * 3 * 8 * 32 * 2
+    assert cache_bytes(GPT2Config(n_layer=3, n_embd=64, n_head=4)) == 2 * 3 * 4 * 16 * 2
+
+
+def test_bytes_of_the_engines_own_weights():
+    assert engine_weights(Job({}), peaks()) == _WEIGHTS
+    assert engine_weights(Job({"vllm_tensor_parallel_size": 4}), peaks()) == _WEIGHTS // 4
+    quantized = Job({"vllm_tensor_parallel_size": 4}, quantization_config="4 bits")
+    assert engine_weights(quantized, peaks()) == 10**9 // 4

@@ -13,6 +13,7 @@ from hf_memopt import MemoryArguments
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate_trainer
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+from hf_memopt.estimator.dry_run import _explain
 from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.estimator.trainer_job import TrainerJob
 
@@ -255,3 +256,18 @@ def test_scripts_that_never_train(text, message, tmp_path):
         (tmp_path / "train.py").write_text(text)
     done = run_forked("hf-memopt", "dry-run", tmp_path / "train.py")
     assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("1 / 0", "script.py, line 2: ZeroDivisionError: division by zero"),
+        ("json.loads('')", "script.py, line 2: JSON"),
+    ],
+)
+def test_an_error_of_the_script_is_placed_and_one_of_a_library_also_where_it_was_raised(line, said, tmp_path):
+    script = tmp_path / "script.py"
+    with pytest.raises(Exception) as caught:
+        exec(compile(f"import json\n{line}", str(script), "exec"), {})
+    message = _explain(caught.value, script)
+    assert message.startswith(said) and ("(raised in " in message) is ("json" in line)

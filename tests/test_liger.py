@@ -145,6 +145,19 @@ def test_every_option_is_honoured():
     assert job(chosen={"unknown": True}).peak_allocated_bytes == job().peak_allocated_bytes  # Liger ignores it
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("llama", "not measured on a GPU"),
+        ("mixtral", "not measured on a GPU, except for the experts, which are traced without"),
+        ("gemma3", "those for gemma3 are not modelled"),
+        ("bert", "Liger has no kernels for bert: use_liger_kernel changes nothing"),
+    ],
+)
+def test_estimates_say_what_of_liger_they_count(kind, said):
+    assert liger.describe_liger(kind).endswith(said)
+
+
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_that_liger_knows(kind):

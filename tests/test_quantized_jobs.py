@@ -14,7 +14,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator import assembly, estimate
 from hf_memopt.estimator.accounting.ledger import _parts
 from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
-from hf_memopt.estimator.tracing.fake_quantization import _DEQUANTIZED_BYTES, loaded_tensors
+from hf_memopt.estimator.tracing.fake_quantization import _DEQUANTIZED_BYTES, loaded_tensors, staged_bytes
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 
 
@@ -45,6 +45,15 @@ def _measured(folder, config, quantization, fields) -> int:
     loaded = {storage._cdata: storage.nbytes() for storage in parts}
     return sum(loaded.values()) + allocator_peak(
         lambda: _trainer(folder, add_adapters(model, _lora()), fields).train()
+    )
+
+
+def test_dequantized_experts_are_converted_one_weight_at_a_time():
+    model = torch.nn.Linear(8, 8)
+    assert staged_bytes(model, "mxfp4") == staged_bytes(model) == 0
+    model.small, model.large = (torch.nn.Parameter(torch.empty(size, 4, 8)) for size in (2, 16))
+    assert (
+        staged_bytes(model, "mxfp4") == 16 * 4 * 8 * 7.65625 and staged_bytes(model, "fp8") == staged_bytes(model) == 0
     )
 
 

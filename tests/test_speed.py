@@ -29,7 +29,7 @@ from hf_memopt.estimator.speed_errors import (
     describe_error,
     find_error,
 )
-from hf_memopt.estimator.throughput import speed_note, unknown_rates
+from hf_memopt.estimator.throughput import Throughput, speed_note, unknown_rates
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.planner.plan import plan
@@ -326,6 +326,16 @@ def test_every_row_is_multiplied_with_one_experts_weight():
     rows, weights = torch.empty(6, 4), torch.empty(3, 4, 5)
     assert _flops(torch.ops.aten._grouped_mm.default, (rows, weights), {}, None) == 2 * 6 * 4 * 5
     assert _flops(torch.ops.aten._int_mm.default, (rows, weights[0]), {}, None) == 2 * 6 * 4 * 5
+
+
+@pytest.mark.parametrize(("tokens", "rate"), [(100, 100 * 3 * 2 / 4.0), (None, None)])
+def test_a_step_has_the_tokens_of_all_its_micro_batches_and_devices(tokens, rate, monkeypatch):
+    monkeypatch.setattr("hf_memopt.estimator.throughput.job_kind", lambda job: DENSE)
+    device, fields = get_hardware("a100_80gb"), {"gradient_accumulation_steps": 3}
+    job = SimpleNamespace(micro_batch_tokens=tokens, fields=fields, world_size=2, device=device)
+    found = Throughput.of(job, 4.0, 0.5, 1.0)
+    assert (found.step_seconds, found.tokens_per_second, found.mfu, found.generation_share) == (4.0, rate, 0.5, 0.25)
+    assert Throughput.of(job, 4.0, 0.5).generation_share is None
 
 
 @pytest.mark.parametrize("causal", [True, False])
