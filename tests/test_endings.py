@@ -11,7 +11,7 @@ from faults import Strikes
 from small_runs import OOM, Rows, train
 from transformers import Trainer, TrainerCallback
 
-from hf_memopt import InputError, TrainingOutOfMemory
+from hf_memopt import InputError, MemoryTrainer, TrainingOutOfMemory
 from hf_memopt.program import run
 from hf_memopt.trainer import ending
 
@@ -163,6 +163,73 @@ def test_weights_between_two_updates_are_saved(updating, in_backward, whole, int
     between = ("callbacks", "no smaller micro-batch helps code between the steps", intact)
     loading = ("data", "no smaller micro-batch helps data loading", intact)
     assert ended == [loading, between, loading]
+
+
+@pytest.mark.parametrize(
+    ("own", "intact", "folder"),
+    [
+        ({}, True, "of this step"),
+        ({"step": 1}, True, "of this step"),
+        ({"step": 0}, True, "the newest"),
+        ({}, False, "the newest"),
+        ({"whole": False}, True, "of this step"),
+        ({"saves": False}, False, "of this step"),  # random states, which no update changes
+        ({"saves": False, "step": 0}, True, "of this step"),
+        ({"saves": False, "whole": False}, True, "the newest"),
+        ({"in_train": False}, True, "the newest"),
+        ({"written": 2}, True, "the newest"),
+        ({"state": None}, True, "the newest"),
+        ({"written_now": None}, True, "the newest"),  # it could not be saved
+    ],
+)
+def test_the_checkpoint_to_resume_from(own, intact, folder, monkeypatch):
+    monkeypatch.setattr(ending, "holds_whole_model", lambda trainer: own.get("whole", True))
+    state = own.get("state", SimpleNamespace(written=1))
+    buffers = SimpleNamespace(written=lambda: own.get("written", 1))
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(should_save=own.get("saves", True)),
+        state=SimpleNamespace(global_step=own.get("step", 3)),
+        is_in_train=own.get("in_train", True),
+        _runner=SimpleNamespace(resume_state=state, buffers=buffers),
+        emergency_checkpoint=lambda: own.get("written_now", "of this step"),
+        newest_checkpoint=lambda: "the newest",
+    )
+    assert ending.Ending._checkpoint(SimpleNamespace(_trainer=trainer), intact) == folder
+
+
+@pytest.mark.parametrize(
+    ("states", "saves", "saved"),
+    [({2: None, 3: None}, True, ["3"]), ({2: None, 3: None}, False, ["2", "3"]), ({}, True, ["3"])],
+)
+def test_random_states_that_a_process_saves(states, saves, saved):
+    written = []
+    own = SimpleNamespace(
+        _runner=SimpleNamespace(resume_states=states),
+        state=SimpleNamespace(global_step=3),
+        args=SimpleNamespace(should_save=saves),
+        unfinished=lambda step: step,
+        _save_rng_state=written.append,
+    )
+    MemoryTrainer._save_random_states(own)
+    assert written == saved
+
+
+@pytest.mark.parametrize(
+    ("step", "number", "batch"),
+    [(0, 0, [1, 0]), (1, 1, [1, 3]), (2, 0, [1, 4]), (2, 1, None), (3, 0, [2, 0]), (4, 1, [2, 3])],
+)
+def test_the_samples_of_a_micro_batch_are_found_in_the_epochs_order(step, number, batch, monkeypatch):
+    """Of five batches an epoch, two a step."""
+    order = "hf_memopt.trainer.trainer.batch_order"
+    monkeypatch.setattr(order, lambda loader, epoch: iter([epoch + 1, place] for place in range(5)))
+    args, state = SimpleNamespace(gradient_accumulation_steps=2), SimpleNamespace(global_step=step)
+    own, micro = SimpleNamespace(_train_loader=range(5), args=args, state=state), SimpleNamespace(number=number)
+    assert MemoryTrainer._dataset_indices(own, micro) == batch
+    own._train_loader = iter(())
+    assert MemoryTrainer._dataset_indices(own, micro) is None
+    own._train_loader = range(5)
+    monkeypatch.setattr(order, lambda loader, epoch: None)
+    assert MemoryTrainer._dataset_indices(own, micro) is None
 
 
 def test_a_callback_that_runs_out_of_memory_ends_the_run_with_a_report(tmp_path):
