@@ -152,18 +152,20 @@ def test_chunk_size_by_size_and_growth():
 
 
 @pytest.mark.parametrize(
-    ("near", "splits", "fewest", "halved", "restored"),
+    ("resting", "near", "splits", "fewest", "halved", "restored"),
     [
-        (950, True, 1, True, False),
-        (950, False, 1, False, False),
-        (950, True, 4, False, False),
-        (899, True, 1, False, False),
-        (500, True, 1, False, False),  # twice the activations would take the 800 that are aimed for
-        (499, True, 1, False, True),
+        (200, 950, True, 1, True, False),
+        (200, 950, False, 1, False, False),
+        (200, 950, True, 4, False, False),
+        (930, 950, True, 1, False, False),  # activations are too small for half of them to help
+        (929, 950, True, 1, True, False),
+        (200, 899, True, 1, False, False),
+        (200, 500, True, 1, False, False),  # twice the activations would take the 800 that are aimed for
+        (200, 499, True, 1, False, True),
     ],
 )
-def test_pressure_halves_the_batch_and_quiet_restores_it(near, splits, fewest, halved, restored):
-    """Of 1000 bytes, 200 rest between steps; a micro-batch of 8 samples, 4 at once, has 800 elements."""
+def test_pressure_halves_the_batch_and_quiet_restores_it(resting, near, splits, fewest, halved, restored):
+    """Bytes of 1000; a micro-batch of 8 samples, 4 at once, has 800 elements."""
     events = []
     monitor = SimpleNamespace(status=lambda share: "critical" if share >= 0.9 else "normal", target_utilization=0.8)
     callback = SimpleNamespace(monitor=monitor, growth=SimpleNamespace(capacity=1000), tokens=5)
@@ -176,7 +178,7 @@ def test_pressure_halves_the_batch_and_quiet_restores_it(near, splits, fewest, h
         _runner=SimpleNamespace(limit=limit, splits=splits),
         _event=lambda name, **figures: events.append((name, figures)),
     )
-    allocated = iter([200, 100, near, 300])
+    allocated = iter([resting, 100, near, 300])
     pressure = Pressure(trainer, SimpleNamespace(allocated=lambda: next(allocated)))
     pressure.after_window(SimpleNamespace(started=[]))
     pressure.note_activations()
