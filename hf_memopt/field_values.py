@@ -7,13 +7,12 @@ import math
 import os
 import re
 import types
-import typing
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from enum import Enum
 from functools import cache
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hf_memopt.errors import InputError, brief, choose
 from hf_memopt.other_names import plain_word
@@ -134,14 +133,14 @@ WIDER = {"fsdp": bool | str | list[str] | None, "accelerator_config": dict | str
 @cache
 def hints_of(kind: type) -> Hints:
     """The annotations of a dataclass's fields, resolved."""
-    hints = typing.get_type_hints(kind)
+    hints = get_type_hints(kind)
     return {item.name: _hint(item, hints[item.name]) for item in fields(kind) if item.init}
 
 
 def _hint(item: Field, annotation: Any) -> Any:
     """A field's type; of one with choices for the command line (transformers' log_level), these."""
     if choices := item.metadata.get("choices"):
-        return typing.Literal[tuple(choices)]
+        return Literal[tuple(choices)]
     if item.name == "loss_type" and annotation == list[str]:  # trl 1.16, DPOConfig.__post_init__ takes one as well
         return str | list[str]
     return WIDER.get(item.name, annotation)
@@ -187,7 +186,7 @@ def check_value(name: str, hint: Any, value: Any, where: str = "") -> None:
 
 def _enumerated(hint: Any) -> list[str]:
     """The values of transformers' enumerations in a union with texts, of which it refuses the others late or never."""
-    kinds = [part for part in typing.get_args(hint) if isinstance(part, type) and issubclass(part, Enum)]
+    kinds = [part for part in get_args(hint) if isinstance(part, type) and issubclass(part, Enum)]
     return [str(one.value) for kind in kinds if kind.__module__.startswith("transformers.") for one in kind]
 
 
@@ -230,8 +229,8 @@ def read_field(name: str, kind: type, text: str) -> int | float | None:
 
 def _choices(hint: Any) -> list[Any]:
     """The values of a type that has a few, or of a union with one."""
-    inner = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
+    inner = get_args(hint)
+    if get_origin(hint) is Literal:
         return list(inner)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return [part.value for part in hint]
@@ -240,12 +239,12 @@ def _choices(hint: Any) -> list[Any]:
 
 def _accepts(hint: Any, value: Any) -> bool:
     """True if a value is of a type; a whole number is a number, true and false are not."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
-    if origin in (typing.Union, types.UnionType):
+    if origin in (Union, types.UnionType):
         return any(_accepts(part, value) for part in inner)
-    if origin is typing.Literal:
+    if origin is Literal:
         # peft writes a pattern among its names: 'pissa_niter_[number of iters]'.
         patterns = any("[" in str(part) for part in inner)
         return any(type(value) is type(part) and (patterns or value == part) for part in inner)
@@ -275,10 +274,10 @@ def _accepts_container(kind: Any, inner: tuple, value: Any) -> bool:
 
 def _described(hint: Any) -> str:
     """A type in words."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(_described(part) for part in inner if part is not type(None))) or "none"
-    if origin is typing.Literal:
+    if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(str(part.value) for part in hint)}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hf_memopt.cli.output import print_json, print_table, progress
 from hf_memopt.cli.speed_printed import AmountOptions
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.duration import time_text, two_digits
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.units import gib
@@ -124,8 +125,6 @@ def _notes(answer, shown: list, every: bool) -> Iterator[str]:
 
 
 def _amount(answer) -> str:
-    from hf_memopt.estimator.duration import two_digits
-
     return f"{two_digits((answer.tokens or 10**6) / 1e6)}M tokens"
 
 
@@ -149,8 +148,6 @@ def _shortened(answer, fits: list, limit: int) -> list:
 
 def _table(answer, fits: list) -> tuple[list[str], list[tuple]]:
     """Columns and rows."""
-    from hf_memopt.estimator.duration import two_digits
-
     priced, timed = answer.prices is not None, answer.tokens is not None
     columns = ["card", "fills", "settings", "tokens/s"]
     columns += ["hours"] * timed + (_price_columns(answer.prices.currency) if priced else [])
@@ -196,8 +193,6 @@ def _money(amount: float) -> str:
 
 
 def _costs(answer, fit) -> str:
-    from hf_memopt.estimator.duration import time_text
-
     if fit.cost is None:
         return ""
     time = "" if fit.hours is None else f" in {time_text(3600 * fit.hours)}"

@@ -1,11 +1,19 @@
 """Predicted speed, time and cost, as the commands print them."""
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_memopt.cli.output import print_table
+from hf_memopt.estimator.duration import (
+    Amount,
+    duration,
+    parse_count,
+    predicted_within,
+    run_duration,
+    time_text,
+    two_digits,
+)
 from hf_memopt.levers.arguments import PLAN_PROFILES
 
 
@@ -29,8 +37,6 @@ class AmountOptions:
         Raises:
             InputError: the options are no numbers, or say it twice.
         """
-        from hf_memopt.estimator.duration import Amount, parse_count
-
         return Amount(
             tokens=None if self.tokens is None else parse_count(self.tokens, "tokens"),
             epochs=self.epochs,
@@ -45,22 +51,18 @@ class AmountOptions:
             samples: of an optimizer step, over all devices. So many take a step each, whatever their tokens are: a
                 pair has two answers, a video its frames.
         """
-        from hf_memopt.estimator.duration import duration, run_duration
-
         amount = self.read()
         if (count := amount.count_samples()) is not None and estimate.step_seconds is not None:
             took = run_duration(count / samples, estimate.step_seconds, self.price, devices)
             if estimate.tokens_per_second is None:
-                return dataclasses.replace(took, steps=math.ceil(took.steps))
-            return dataclasses.replace(took, tokens=round(took.seconds * estimate.tokens_per_second), steps=None)
+                return replace(took, steps=math.ceil(took.steps))
+            return replace(took, tokens=round(took.seconds * estimate.tokens_per_second), steps=None)
         if amount.tokens is None or estimate.tokens_per_second is None:
             return None
         return duration(amount.tokens, estimate.tokens_per_second, self.price, devices)
 
     def in_words(self, took) -> str:
         """What a Duration is of, and its cost."""
-        from hf_memopt.estimator.duration import two_digits
-
         if (count := self.read().count_samples()) is not None:
             what = f"{count:,} samples, all as long as the longest"
         else:
@@ -71,13 +73,11 @@ class AmountOptions:
 
 def to_dict(estimate, took) -> dict[str, Any] | None:
     """A Duration as one JSON object, with the share by which it may be off."""
-    return took and dataclasses.asdict(took) | {"hours": took.hours, "error": estimate.speed_error}
+    return took and asdict(took) | {"hours": took.hours, "error": estimate.speed_error}
 
 
 def print_speed(estimate, took, amount: AmountOptions) -> None:
     """The lines of one estimate; where the speed is unknown its notes say why."""
-    from hf_memopt.estimator.duration import predicted_within, time_text, two_digits
-
     if estimate.step_seconds is not None:
         parts = [f"{time_text(estimate.step_seconds)} a step"]
         if estimate.tokens_per_second is not None:
@@ -108,8 +108,6 @@ def print_profile_speeds(groups: list[list], amount: AmountOptions, samples: int
         groups: profiles of a plan, by their settings.
         samples: of an optimizer step.
     """
-    from hf_memopt.estimator.duration import predicted_within, time_text, two_digits
-
     first = [group[0].estimate for group in groups]
     if any(estimate.tokens_per_second is None for estimate in first):
         if amount.asked:

@@ -1,9 +1,8 @@
 """A training job as the estimator knows it: model, settings, batch, device and engine."""
 
-import dataclasses
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_memopt.engines import NO_ENGINE, Engine
@@ -311,7 +310,7 @@ class Job(ModelSettings):
     def at_depth(self, depth: int) -> TracedJob:
         """The traced job: the job on a model with so many layers."""
         adapters = adapter_at_depth(self.peft_config, count_layers(self.config), depth)
-        shallow = dataclasses.replace(self, config=with_depth(self.config, depth), peft_config=adapters)
+        shallow = replace(self, config=with_depth(self.config, depth), peft_config=adapters)
         bf16 = self.fields.get("bf16", False)
         distribute = functools.partial(spread, mesh=self.mesh, bf16=bf16) if self.mesh else None
         return TracedJob(

@@ -1,9 +1,8 @@
 """The largest batch of a Trainer's data: its longest samples, as its own loader and collator return them."""
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -109,7 +108,7 @@ def _largest(loader, size: int, budget: int | None = None):
     longest, *mixed = _longest(data, collate, micro)
     batches = [collate([data[index] for index in longest])]
     for indices in mixed:
-        with contextlib.suppress(Exception):  # of any kind: a collator that cannot pad takes rows of one length alone
+        with suppress(Exception):  # of any kind: a collator that cannot pad takes rows of one length alone
             batches.append(collate([data[index] for index in indices]))
     return max(batches, key=_weight)
 

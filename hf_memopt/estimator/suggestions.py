@@ -1,9 +1,8 @@
 """Changes to propose to a job: which save the most memory, and which together make it fit, by estimates of each."""
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_memopt.errors import InputError
@@ -94,7 +93,7 @@ def smaller_models(job: Job, estimate: Estimate, map_fn=one_by_one) -> list[Savi
     changes = []
     for sizes, *_ in filter(None, smaller_sizes(job.config)):
         text = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        smaller = dataclasses.replace(job, config=with_sizes(job.config, sizes))
+        smaller = replace(job, config=with_sizes(job.config, sizes))
         changes.append((f"a smaller model, trained from scratch: {text}", smaller))
     return _estimated(changes, estimate, map_fn)
 
@@ -162,7 +161,7 @@ def changed_job(job: Job, settings: Mapping[str, Any]) -> Job:
     memory = {name: value for name, value in settings.items() if name in MemoryArguments.names()}
     changed: dict[str, Any] = {"fields": {**job.fields, **training_fields(settings)}}
     if memory:
-        changed["memory_args"] = dataclasses.replace(job.memory_args or MemoryArguments(), **memory)
+        changed["memory_args"] = replace(job.memory_args or MemoryArguments(), **memory)
     if "seq_len" in settings:
         changed["seq_len"] = settings["seq_len"]
     if "max_frames" in settings:
@@ -181,6 +180,6 @@ def changed_job(job: Job, settings: Mapping[str, Any]) -> Job:
             from transformers import BitsAndBytesConfig
 
             changed["quantization_config"] = BitsAndBytesConfig(**preset.quantization())
-    job = dataclasses.replace(job, **changed)
+    job = replace(job, **changed)
     check_shared(job)
     return job

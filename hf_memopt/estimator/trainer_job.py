@@ -1,9 +1,8 @@
 """The job of a Trainer that is ready to train: its own model, its own data, its own class."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -205,7 +204,7 @@ def describe_trainer(trainer, hardware: str | Hardware, world_size: int | None, 
     check_shared(job)
     if job.generates:
         (prompt, *_), *_ = trainer._tokenize_prompts([inputs[0]["prompt"]])
-        job = dataclasses.replace(job, seq_len=len(prompt) + trainer.max_completion_length)
+        job = replace(job, seq_len=len(prompt) + trainer.max_completion_length)
     return job
 
 

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import tempfile
-from dataclasses import dataclass
 from typing import Any
 
 from hf_memopt.engines.engine import is_true
@@ -28,7 +27,7 @@ from hf_memopt.presets.trl_configs import trl_class
 from hf_memopt.stack.vocabulary import spelled
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrlJob(TrainerJob):
     """The job of a trainer that was made for an estimate: memory features are put on its copies."""
 

@@ -1,6 +1,5 @@
 """The jobs of a spec's choices: the one that is estimated, those that a sketch is traced from, the search over all."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -48,7 +47,7 @@ def baseline_jobs(spec: JobSpec, choices: list[Choice]) -> list[Job]:
             checkpointing["activation_checkpointing_kwargs"] = {"use_reentrant": False}
         dropped = ("activation_checkpointing", "activation_checkpointing_kwargs", "deepspeed", "fsdp_config")
         fields = {name: value for name, value in job.fields.items() if name not in dropped}
-        return dataclasses.replace(job, fields={**fields, **checkpointing})
+        return replace(job, fields={**fields, **checkpointing})
 
     return baselines(build, {choice.checkpointed for choice in choices}, fewest_samples(spec))
 

@@ -1,6 +1,5 @@
 """Choices of a plan: every combination of settings that compatibility accepts."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -192,7 +191,7 @@ class Choice:
 
 def memory_arguments(memory_args: MemoryArguments, choice: Choice, **profile: Any) -> MemoryArguments:
     """The user's MemoryArguments with the choice's memory features."""
-    return dataclasses.replace(memory_args, **choice.memory_fields(), **profile)
+    return replace(memory_args, **choice.memory_fields(), **profile)
 
 
 def list_choices(spec: JobSpec) -> list[Choice]:

@@ -1,8 +1,7 @@
 """The most frames of a video that fit a device, at several sizes of frame."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.job import Job
@@ -55,14 +54,12 @@ def most_frames(
         raise InputError(f"--frames max: the memory of {job.device.label} is not known; name it with --hardware")
     sizes = {}
     for cap in CAPS:
-        video = dataclasses.replace(job.video, max_pixels_per_frame=cap)
-        sizes.setdefault(_size(dataclasses.replace(video, frames=2), job.config), (cap, video))
+        video = replace(job.video, max_pixels_per_frame=cap)
+        sizes.setdefault(_size(replace(video, frames=2), job.config), (cap, video))
     slope: list[tuple[float, Estimate]] = []  # memory follows the tokens, so other sizes begin where the last ended
     for number, (cap, video) in enumerate(sizes.values(), 1):
         pixels = f"size {number} of {len(sizes)}, at most {cap or 'any number of'} pixels a frame"
-        search = _search(
-            dataclasses.replace(job, video=video), budget, lambda text, pixels=pixels: note(f"{pixels}: {text}")
-        )
+        search = _search(replace(job, video=video), budget, lambda text, pixels=pixels: note(f"{pixels}: {text}"))
         search.slope = slope
         frames = search.find() or 0
         shown = frames or min(search.candidates, default=1)
@@ -71,7 +68,7 @@ def most_frames(
         )
         points = search.nearest(search.tokens(shown))
         slope = points if len(points) > 1 else slope
-        yield MostFrames(cap, frames, _tokens(dataclasses.replace(job, video=video), shown), estimate)
+        yield MostFrames(cap, frames, _tokens(replace(job, video=video), shown), estimate)
 
 
 def _size(video, config) -> tuple:
@@ -103,9 +100,7 @@ def _search(job: Job, budget: int, note: Callable[[str], None]) -> FirstFit:
     search = FirstFit(
         candidates=range(min(_MOST, highest) // merged * merged, 0, -merged),
         tokens=tokens,
-        build=lambda frames: dataclasses.replace(
-            job, video=dataclasses.replace(job.video, frames=frames), seq_len=_tokens(job, frames)
-        ),
+        build=lambda frames: replace(job, video=replace(job.video, frames=frames), seq_len=_tokens(job, frames)),
         used=lambda estimate: (estimate.device_bytes,),
         limits=(budget,),
         say=lambda frames: note(f"estimate {len(search.estimates) + 1} of at most {TRIES}, {frames} frames"),
@@ -123,7 +118,7 @@ def _interpolated(search: FirstFit, frames: int) -> Estimate:
     estimate = _moved(base, low, high, (tokens - start) / (more - fewer))
     notes = (note for note in estimate.notes if not note.startswith("a sample:"))
     source = f"interpolated between estimates of {min(fewer, more):,.0f} and {max(fewer, more):,.0f} tokens a sample"
-    return dataclasses.replace(estimate, notes=(source, describe_sample(search.build(frames)), *notes))
+    return replace(estimate, notes=(source, describe_sample(search.build(frames)), *notes))
 
 
 def _moved(base: Estimate, low: Estimate, high: Estimate, share: float) -> Estimate:
@@ -137,13 +132,11 @@ def _moved(base: Estimate, low: Estimate, high: Estimate, share: float) -> Estim
         value = start + share * (high - low)
         return max(0, round(value) if isinstance(start, int) else value)
 
-    names = [field.name for field in dataclasses.fields(base) if field.name.endswith(("_bytes", "_per_second"))]
+    names = [field.name for field in fields(base) if field.name.endswith(("_bytes", "_per_second"))]
     names = [name for name in names if name != "capacity_bytes"] + ["breakdown", "phases", "step_seconds"]
-    return dataclasses.replace(
-        base, **{name: moved(*(getattr(each, name) for each in (base, low, high))) for name in names}
-    )
+    return replace(base, **{name: moved(*(getattr(each, name) for each in (base, low, high))) for name in names})
 
 
 def _tokens(job: Job, frames: int) -> int:
     """Tokens of a sample."""
-    return dataclasses.replace(job.video, frames=frames).seq_len(job.config)
+    return replace(job.video, frames=frames).seq_len(job.config)

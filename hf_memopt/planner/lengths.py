@@ -1,8 +1,7 @@
 """The longest sequence that fits a device, with one memory feature after another."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.result import Estimate
@@ -87,7 +86,7 @@ def _search(spec: JobSpec, choice: Choice, say: Callable[[str], None], first: in
     search = FirstFit(
         candidates=[longest, *range((longest - 1) // _STEP * _STEP, 0, -_STEP)],
         tokens=lambda tokens: tokens,
-        build=lambda tokens: choice_job(dataclasses.replace(spec, seq_len=tokens), choice),
+        build=lambda tokens: choice_job(replace(spec, seq_len=tokens), choice),
         used=lambda estimate: (estimate.device_bytes, estimate.host_bytes if host else 0),
         limits=(spec.memory * PLAN_PROFILES["balanced"][1], host.bytes if host else 1),
         say=lambda tokens: say(f"estimate {len(search.estimates) + 1} of at most {TRIES}, {tokens} tokens"),
@@ -108,7 +107,7 @@ def _limited_by(search: FirstFit, tokens: int) -> str:
 
 def _features(spec: JobSpec) -> Iterator[tuple[str, JobSpec, Choice]]:
     """In words, the spec and the choice of each feature, together with those before; refused ones are left out."""
-    spec = dataclasses.replace(spec, seq_len=_FIRST)  # of which losses in chunks are a choice
+    spec = replace(spec, seq_len=_FIRST)  # of which losses in chunks are a choice
     choices = {choice for choice in list_choices(spec) if choice.micro_batch == 1 and choice.checkpointed == 1}
     if not choices:
         raise InputError("--seq-len max: activation checkpointing of every layer is not among the choices")
@@ -119,12 +118,12 @@ def _features(spec: JobSpec) -> Iterator[tuple[str, JobSpec, Choice]]:
         ("loss in chunks", {"knobs": choice.knobs | {"loss_chunk_size"}}),
         ("layers' inputs in host memory", {"inputs_offloaded": True}),
     ):
-        changed = dataclasses.replace(choice, **change)
+        changed = replace(choice, **change)
         if changed in choices:
             settings, choice = f"{settings}, {word}", changed
             yield settings, spec, choice
-    memory_args = dataclasses.replace(spec.memory_args, **MLP_TILES.settings)
-    tiled = dataclasses.replace(spec, memory_args=memory_args)
+    memory_args = replace(spec.memory_args, **MLP_TILES.settings)
+    tiled = replace(spec, memory_args=memory_args)
     configured = choice.configured(spec.preset)
     fields = {**configured.training, **choice.fields(configured, spec.training)}
     refused = Facts.of_settings(memory_args, fields, choice.engine).feature_refusals()

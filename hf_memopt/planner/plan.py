@@ -1,9 +1,8 @@
 """plan(): the fastest settings that fit, for four profiles from safe to maximum."""
 
-import typing
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from hf_memopt.errors import InputError, MethodRefused, brief, choose, one_line
 from hf_memopt.estimator.spec_job import read_model
@@ -163,7 +162,7 @@ def check_asked(spec: JobSpec) -> None:
 
 def _check_types(arguments: dict[str, Any]) -> None:
     """Compare plan()'s arguments with its annotations."""
-    for name, hint in typing.get_type_hints(plan).items():
+    for name, hint in get_type_hints(plan).items():
         if name in arguments:
             check_value(name, hint, arguments[name])
 

@@ -4,9 +4,8 @@ completions of a step are generated, and vLLM's share of the card.
 No step of generation is traced here: estimator.generation_time says how long one takes.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, lcm
 from typing import Any
 
@@ -185,8 +184,8 @@ class TrlSpace:
             seen.add(share)
             name = "vllm_enable_sleep_mode"
             for sleeps in [bool(self.fixed[name])] if name in self.fixed else [False, True]:
-                part = dataclasses.replace(choice.trl, share=share, waves=waves, sleeps=sleeps)
-                yield dataclasses.replace(choice, trl=part)
+                part = replace(choice.trl, share=share, waves=waves, sleeps=sleeps)
+                yield replace(choice, trl=part)
 
     @property
     def colocates(self) -> bool:

@@ -18,7 +18,7 @@ from hf_memopt.contrib.calibration.measurements import (
 from hf_memopt.contrib.calibration.processes import Processes
 from hf_memopt.errors import InputError
 from hf_memopt.files import is_there, read_json, user_path, write_json
-from hf_memopt.hardware import Hardware
+from hf_memopt.hardware import Hardware, detect
 from hf_memopt.hardware.measured import FORMAT, device_path, parse_device_file, versions_here
 from hf_memopt.packages import installed_versions
 
@@ -186,8 +186,6 @@ def export_path(text: str) -> Path:
 
 
 def _description() -> dict[str, Any]:
-    from hf_memopt.hardware import detect
-
     device = vars(detect()) | {"sources": {}}
     versions = versions_here() | {"python": platform.python_version()} | installed_versions(_PACKAGES)
     return {"device": device, "versions": versions}

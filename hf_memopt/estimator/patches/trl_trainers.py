@@ -5,11 +5,10 @@ From the source of trl 1.16 (`kernels/chunked_logprob.py`, `trainer/utils.add_fu
 measured on a GPU.
 """
 
-import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -63,7 +62,7 @@ def whole_logits(tool: str) -> AbstractContextManager:
         tool: one of WHOLE_LOGITS; nothing is replaced for others.
     """
     if tool not in WHOLE_LOGITS:
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def add_head(model, *args, **kwargs) -> None:
         forward, log_probs = model.forward, WHOLE_LOGITS[tool]
