@@ -101,8 +101,8 @@ class StepTime:
         exchange_micro, exchange_step = self.exchanged(step)
         launching = step.launch_seconds * (self._sharded_launch if step.engine.shards_weights else 1)
         sharing = Links(self.device, self.shared).seconds(self.sent, self.messages)
-        micro = self._overlapped(self._overlapped(step.micro_seconds, launching) + sharing, exchange_micro)
-        return self._overlapped(step.accumulation * micro, exchange_step) + self._optimizer(step)
+        micro = self.overlapped(self.overlapped(step.micro_seconds, launching) + sharing, exchange_micro)
+        return self.overlapped(step.accumulation * micro, exchange_step) + self._optimizer(step)
 
     def exchanged(self, step: Step) -> tuple[float, float]:
         """Seconds that devices exchange weights and gradients, per micro-batch and per step."""
@@ -153,7 +153,7 @@ class StepTime:
             there_and_back = 0 if engine.fsdp_version else 2 * 2 * self.trained / ranks / self._host_link
             adam = self.trained / ranks * min(ranks, DEVICES_PER_HOST) / HOST_ADAM
             if engine.offload == "nvme":
-                adam = self._overlapped(adam, self._disk(STEP_READS * self.trained, STEP_WRITES * self.trained))
+                adam = self.overlapped(adam, self._disk(STEP_READS * self.trained, STEP_WRITES * self.trained))
             return there_and_back + adam
         # The kernels read all states in turn, so the pages that left longest ago are the next: all come and go, at
         # once: 16 GB both ways took less than 0.9 s of torchtune's 8B on an RTX 4090, whatever its matmuls reached.
@@ -165,7 +165,8 @@ class StepTime:
         machines = -(-self.world_size // DEVICES_PER_HOST)
         return (read / DISK_READ + written / DISK_WRITE) / machines / self.drives
 
-    def _overlapped(self, computing: float, moving: float) -> float:
+    def overlapped(self, computing: float, moving: float) -> float:
+        """Seconds of computation and copies that overlap."""
         return max(computing, moving) + self._exposed * min(computing, moving)
 
     @functools.cached_property

@@ -4,17 +4,15 @@ The traced kernels' seconds (estimator.speed), the second forward of checkpointe
 and what engines add (estimator.step_time). benchmarks/speed_published.py compares the result with published speeds.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_memopt.estimator.generation_time import FORWARD, Rollout, rollout_time
 from hf_memopt.estimator.speed import Seconds, kernel_seconds, memory_rate
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.estimator.throughput import main_attention
 from hf_memopt.hardware import Hardware
-from hf_memopt.hardware.measured import constant
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.sketch import Sketch, Traced
 
@@ -51,10 +49,6 @@ class Cost:
         """The time that engines add to the kernels' seconds."""
         return StepTime.of(self.sketch.job, self.sketch.trained, self.sketch.loaded, self.drives)
 
-    @functools.cached_property
-    def _exposed(self) -> float:
-        return constant("exposed_traffic", self.sketch.job.device).value
-
     def step(self, choice: Choice) -> float:
         """One optimizer step."""
         micro = self._micro(choice)
@@ -89,7 +83,7 @@ class Cost:
             "per_device_train_batch_size": choice.micro_batch,
             "gradient_accumulation_steps": choice.accumulation,
         }
-        job = dataclasses.replace(self.sketch.job, engine=choice.engine)
+        job = replace(self.sketch.job, engine=choice.engine)
         return rollout_time(job, self.sketch.plain[0].peaks, forward, launching, batch | choice.trl.fields())
 
     def computed(self, choice: Choice, micro_seconds: float) -> Step:
@@ -153,11 +147,7 @@ class Cost:
         plain = self._line(self.sketch.plain, samples)
         forward = max(0.0, self._line(self.sketch.checkpointed, samples) - plain)  # what is computed again
         passes = ((1 - choice.checkpointed) * seconds for seconds in (forward, plain - forward))
-        return sum(self._overlapped(computing, moving) - computing for computing in passes)
-
-    def _overlapped(self, computing: float, moving: float) -> float:
-        """Seconds of computation and copies that overlap."""
-        return max(computing, moving) + self._exposed * min(computing, moving)
+        return sum(self.steps.overlapped(computing, moving) - computing for computing in passes)
 
 
 def times(traced: Traced, device: Hardware, attention: str | None = None, cached: float = 0.0) -> Seconds:
