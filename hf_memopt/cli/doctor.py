@@ -119,7 +119,7 @@ def _report() -> dict[str, Any]:
     packages = {
         name: {
             "version": _version(name),
-            "tested": _tested(name),
+            "tested": "–".join(TRIED[name]) if name in TRIED else _TESTED.get(name),
             "needed_for": f"{use} (extra {EXTRAS[name]})" if name in EXTRAS else use,
         }
         for name, use in _PACKAGES.items()
@@ -176,11 +176,6 @@ def _refused_predictions(faults, parts) -> list[str]:
             return [f"no predictions: {reasons[0]}{more}"]
         lines += [f"no predictions of {part.label}: {reasons[0]}{more}"] if reasons else []
     return lines
-
-
-def _tested(package: str) -> str | None:
-    """A version or a range of a package."""
-    return "–".join(TRIED[package]) if package in TRIED else _TESTED.get(package)
 
 
 def _methods_that_work() -> tuple[list[str], list[str]]:

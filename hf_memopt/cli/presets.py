@@ -60,7 +60,11 @@ def show_one(name: str, method: str, strategy: str | None, precision: str | None
         (f"quantization.{key}", value) for key, value in (preset.quantization() if method == "qlora" else {}).items()
     ]
     print_table("settings", ("setting", "value"), rows)
-    print_table("hardware", ("figure", "value", "source"), _figures(preset.hardware))
+    figures = (
+        (name.replace("_", " "), _figure(name, getattr(preset.hardware, name)), source)
+        for name, source in preset.hardware.sources.items()
+    )
+    print_table("hardware", ("figure", "value", "source"), figures)
     rows = [(default.field, str(default.value), " ".join(default.classes), default.effect) for default in DEFAULTS]
     title = "training_arguments(config_class=…): TRL's own defaults that decide memory"
     print_table(title, ("field", "TRL 1.16", "classes", "effect; what the preset sets"), rows, frame=False)
@@ -100,14 +104,6 @@ def _summary(preset: Preset) -> dict[str, Any]:
         "reference_model": preset.reference_model,
         "largest_model": largest_model(preset),
     }
-
-
-def _figures(hardware: Hardware) -> list[tuple[str, str, str]]:
-    """Every figure that has a source, with it."""
-    return [
-        (name.replace("_", " "), _figure(name, getattr(hardware, name)), source)
-        for name, source in hardware.sources.items()
-    ]
 
 
 def _figure(name: str, value) -> str:

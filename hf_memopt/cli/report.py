@@ -39,7 +39,9 @@ def run_report(directories: list[str], output: str | None, json: bool) -> None:
         print_json({"page": str(path), "runs": figures_by_run, "differences": different})
         return
     for run in runs:
-        _print(run)
+        print_table(str(run.folder), ["figure", "value"], figure_texts(run))
+        for step in suggest_next_steps(run):
+            print(f"  next: {step}")
     if different:
         rows = ([name, *values] for name, values in different.items())
         print_table("settings that differ", ["setting", *(run.name for run in runs)], rows)
@@ -53,9 +55,3 @@ def _write(path: Path, text: str) -> None:
         write_whole(path, text)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _print(run) -> None:
-    print_table(str(run.folder), ["figure", "value"], figure_texts(run))
-    for step in suggest_next_steps(run):
-        print(f"  next: {step}")

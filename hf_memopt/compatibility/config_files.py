@@ -78,16 +78,14 @@ def examine_files(paths: Iterable[str | Path], processes: int | None = None) -> 
     """What is found in each file."""
     parsed = {str(path): _Parsed.of(Path(path)) for path in paths}
     contents = {path: file.content for path, file in parsed.items() if file.fault is None}
-    if processes is not None:
-        contents = {path: _started_with(content, processes) for path, content in contents.items()}
+    if processes is not None:  # which the launcher's command line overrides
+        contents = {
+            path: content | {"num_processes": processes} if "distributed_type" in content else content
+            for path, content in contents.items()
+        }
     asked = [(parsed[path].kind, content) for path, content in contents.items()]
     findings = dict(zip(contents, in_child(_examine, asked), strict=True)) if asked else {}
     return {path: file.examined(findings.get(path, ())) for path, file in parsed.items()}
-
-
-def _started_with(content: dict[str, Any], processes: int) -> dict[str, Any]:
-    """The content with what a launcher's command line overrides."""
-    return content | {"num_processes": processes} if "distributed_type" in content else content
 
 
 def _examine(asked: list[tuple[str, dict[str, Any]]]) -> list[list[Finding]]:

@@ -67,9 +67,7 @@ def cannot_start(engine: Engine) -> str | None:
             "FSDP clips gradients that it offloads over a CPU backend, and this process has none: launch it with "
             "`accelerate launch --use_fsdp --fsdp_offload_params true`, or set FSDP_OFFLOAD_PARAMS=true"
         )
-    if engine.deepspeed is None:
-        return None
-    return missing_batch_size(engine.deepspeed) or _missing_launcher()
+    return None if engine.deepspeed is None else missing_batch_size(engine.deepspeed) or _missing_launcher()
 
 
 def _has_cpu_backend() -> bool:

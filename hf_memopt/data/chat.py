@@ -92,10 +92,10 @@ class Chat:
                 {name: value for name, value in message.items() if name != key} if message["role"] == role else message
                 for message in messages
             ]
-        if key in _REASONING:
-            written = re.search(rf"\b({'|'.join(_REASONING)})\b", self._source) is not None
-        else:
-            written = self._differs(changed, tools, text)
+        named = rf"\b({'|'.join(_REASONING)})\b"
+        written = (
+            re.search(named, self._source) is not None if key in _REASONING else self._differs(changed, tools, text)
+        )
         if not written and key in _METADATA:
             logger.warning("messages have the key %r, which the chat template does not use", key)
         elif not written and key == "content":

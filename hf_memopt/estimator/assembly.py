@@ -76,8 +76,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
 def capacity(job: Job) -> int | None:
     """The memory that the device offers to the job, or the limit that the job sets itself."""
     limit = getattr(job.memory_args, "max_memory_bytes", None)
-    sizes = [size for size in (job.device.memory, limit) if size is not None]
-    return min(sizes, default=None)
+    return min((size for size in (job.device.memory, limit) if size is not None), default=None)
 
 
 def missing_layers(config, depths: Sequence[int]) -> tuple[int, int]:

@@ -175,9 +175,12 @@ def names_layers(lora: dict[str, Any]) -> bool:
 def adapted(spec: JobSpec) -> dict[str, Any]:
     """The adapter's fields; those of attention alone where the user left open what is adapted, and experts are in FP8,
     which no adapter can train (levers/adapters.py)."""
-    if names_layers(spec.lora) or spec.preset.method == "full" or not find_experts(spec.config):
-        return spec.lora
-    if not holds_fp8(spec.config, quantization_config(spec), spec.preset.hardware):
+    if (
+        names_layers(spec.lora)
+        or spec.preset.method == "full"
+        or not find_experts(spec.config)
+        or not holds_fp8(spec.config, quantization_config(spec), spec.preset.hardware)
+    ):
         return spec.lora
     return {**spec.lora, "target_modules": attention_layers(spec.config)}
 

@@ -180,8 +180,7 @@ def _taken_out(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _engine(launch: dict[str, Any], folder: Path, changed: str = "") -> dict[str, Any]:
     """Ours of the options of accelerate launch."""
-    names = [launch.pop(key, None) for key in FILES]
-    name = next(filter(None, names), None)
+    name = next(filter(None, [launch.pop(key, None) for key in FILES]), None)
     path = name and (launch_file(str(name)) or _find(str(name), folder, changed))
     return engine_of_launch(path, launch) if launch or path else {}
 

@@ -122,9 +122,7 @@ def _unsupported(name: str, hardware: Hardware) -> str:
         return f"flex attention has no backward on {hardware.label}"
     if (flash := flash_attention(name)) is not None:
         return _unfit(FLASH[flash], hardware)
-    if "/" in name:
-        return f"of the hub's kernels only {', '.join(HUB_KERNELS)} are known"
-    return ""
+    return f"of the hub's kernels only {', '.join(HUB_KERNELS)} are known" if "/" in name else ""
 
 
 def _unfit(flash: FlashAttention, hardware: Hardware) -> str:

@@ -26,9 +26,7 @@ def get_hardware(name: str) -> Hardware:
     Raises:
         InputError: the name is not in the catalog or not clear, or the description lacks something.
     """
-    if name == "auto":
-        return detect()
-    return described(name) or catalog_entry(name)
+    return detect() if name == "auto" else described(name) or catalog_entry(name)
 
 
 def detect() -> Hardware:
@@ -43,9 +41,7 @@ def detect() -> Hardware:
         return _cuda(torch.cuda.get_device_properties(0), torch.version.hip)
     if torch.xpu.is_available():
         return _xpu(torch.xpu.get_device_properties(0))
-    if torch.backends.mps.is_available():
-        return _apple(torch.mps.recommended_max_memory())
-    return _cpu()
+    return _apple(torch.mps.recommended_max_memory()) if torch.backends.mps.is_available() else _cpu()
 
 
 def counterpart(hardware: Hardware) -> Hardware | None:

@@ -141,9 +141,8 @@ class Offloader:
 
     def _offload(self, tensor: torch.Tensor):
         size = tensor.numel() * tensor.element_size()
-        if self._lanes is None or size < _SMALLEST or not is_dense(tensor):
-            return tensor
-        if tensor.untyped_storage()._cdata in self._weights:
+        small = self._lanes is None or size < _SMALLEST
+        if small or not is_dense(tensor) or tensor.untyped_storage()._cdata in self._weights:
             return tensor
         key = location(tensor)
         moved = self._offloaded.get(key)

@@ -39,11 +39,14 @@ def attend_by_pattern(model, setting: str, pattern: dict[str, int]) -> None:
     Raises:
         InputError: the model does not use the attention interface, is not causal, or has dropout.
     """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     inner = inner_model(model)
     modules = causal_attention(inner, setting)
     if any(getattr(module, "attention_dropout", 0.0) for module in modules):
         raise InputError(f"{setting}: flex attention has no dropout: use a model with attention_dropout=0")
-    _register()
+    AttentionInterface.register(IMPLEMENTATION, _attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     for config in text_configs(inner):
         for name in _BLOCKS:  # a saved configuration may hold an earlier run's
             vars(config).pop(name, None)
@@ -79,13 +82,6 @@ def text_configs(inner) -> list:
 def uses_flex(device) -> bool:
     """True if flex attention has a backward pass on a device."""
     return torch.device(device).type == "cuda"
-
-
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(IMPLEMENTATION, _attend)
-    AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
 
 def _attend(module, query, key, value, attention_mask, **kwargs):

@@ -8,10 +8,6 @@ CHUNK = 1024  # tokens: what this package itself computes at once
 _MOST_CHUNKS = 32  # of a micro-batch
 
 
-def _always(job) -> bool:
-    return True
-
-
 def micro_batch_tokens(job) -> int:
     """Tokens of a job's micro-batch (facts.Facts)."""
     return job.fields.get("per_device_train_batch_size", 1) * (job.seq_len or 0)
@@ -36,7 +32,7 @@ class Change:
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    applies: Callable[[Any], bool] = _always
+    applies: Callable[[Any], bool] = lambda job: True
     compute: Callable[[Any], Mapping[str, Any] | None] | None = None
     label: str = ""
     effect: str = ""

@@ -36,7 +36,9 @@ def quantize_experts(model: torch.nn.Module) -> None:
     inner = inner_model(model)
     if not getattr(inner, "is_loaded_in_4bit", False):
         raise InputError(ONLY_4_BIT)
-    adapted, trained = _adapted(model), False
+    # Modules under peft's ParamWrapper: see stays().
+    adapted = {module.get_base_layer() for module in model.modules() if hasattr(module, "parameter_name")}
+    trained = False
     for module in list(inner.modules()):
         for name, weight in expert_weights(module):
             if weight.requires_grad or module in adapted:
@@ -87,11 +89,6 @@ def stays(path: str, module: torch.nn.Module, peft_config) -> bool:
     return any(f".{name}." in path for name in trained for path in paths)
 
 
-def _adapted(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Modules under peft's ParamWrapper: see stays()."""
-    return {module.get_base_layer() for module in model.modules() if hasattr(module, "parameter_name")}
-
-
 def quantize(values: torch.Tensor, quantization) -> torch.nn.Parameter:
     """A parameter of 4-bit codes, with its bitsandbytes.functional.QuantState in `expert_state`.
 
@@ -128,7 +125,7 @@ def _before(module: torch.nn.Module, inputs: tuple) -> None:
     """Dequantize each parameter once in this forward pass, and save none of its values for the backward pass."""
     # Only the innermost hooks are called: those around them (activation checkpointing, offloading) get the rest.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack, unpack = outer or (_detached, _same)
+    pack, unpack = outer or (_detached, lambda saved: saved)
 
     def keep(tensor: torch.Tensor):
         return _find_weight(module, tensor) or pack(tensor)
@@ -149,10 +146,6 @@ def _after(module: torch.nn.Module, inputs: tuple, output) -> None:
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without its grad_fn, which would form a reference cycle with what saves it."""
     return tensor.detach() if tensor.requires_grad else tensor
-
-
-def _same(saved):
-    return saved
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,7 @@ class GrowthDiagnosis:
             return "other process"
         if self._grows(lambda step: step.reserved - step.peak):
             return "fragmentation"
-        if self._grows(lambda step: step.peak) and self._follows_the_data():
-            return "longer data"
-        return None
+        return "longer data" if self._grows(lambda step: step.peak) and self._follows_the_data() else None
 
     def _grows(self, size, steadily: bool = False) -> bool:
         """True if a size is larger at the end than at the beginning, by more than it varies between neighbours.

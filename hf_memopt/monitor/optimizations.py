@@ -106,9 +106,7 @@ def _deepspeed(values: dict[str, Any]) -> dict[str, Any] | None:
         return {**deepspeed_config("zero2"), "zero_optimization": zero}
     if stage not in (0, 1, 2, 3):
         raise choose("zero_stage", str(stage), ("0", "1", "2", "3"))
-    if not stage or not is_true(values.get("use_deepspeed", True)):
-        return None
-    return _zero(stage, offloads)
+    return _zero(stage, offloads) if stage and is_true(values.get("use_deepspeed", True)) else None
 
 
 def _zero(stage: int, offloads: bool) -> dict[str, Any]:

@@ -82,9 +82,7 @@ class Reader:
         """Bytes of tensors now; the cheapest reading."""
         if self.kind == "mps":
             return self._module.current_allocated_memory()
-        if self.kind == "cpu":
-            return _PROCESS.memory_info().rss
-        return self._module.memory_allocated(self.device)
+        return _PROCESS.memory_info().rss if self.kind == "cpu" else self._module.memory_allocated(self.device)
 
     def read(self) -> Reading:
         """All figures."""

@@ -6,12 +6,11 @@ computed by kind of memory. A sketch finds the choices that are worth a whole es
 estimate.
 """
 
-import dataclasses
 import functools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,9 +56,7 @@ class Traced:
 
 def caution(device: Hardware) -> float:
     """The factor of a device's sketches, as long as no estimate corrects them."""
-    if device.backend == "mps":
-        return _CAUTION_MPS
-    return _CAUTION if device.native_bf16 else _CAUTION_FP16
+    return _CAUTION_MPS if device.backend == "mps" else _CAUTION if device.native_bf16 else _CAUTION_FP16
 
 
 def traced_jobs(jobs: list[Job]) -> list[Traced]:
@@ -69,9 +66,7 @@ def traced_jobs(jobs: list[Job]) -> list[Traced]:
         InputError: a job that cannot be traced.
     """
     alone = [
-        dataclasses.replace(
-            job, fields={**job.fields, "gradient_accumulation_steps": 1}, engine=NO_ENGINE, world_size=1
-        )
+        replace(job, fields={**job.fields, "gradient_accumulation_steps": 1}, engine=NO_ENGINE, world_size=1)
         for job in jobs
     ]
     depths = shallow_depths(jobs[0].config)
@@ -84,7 +79,7 @@ def traced_jobs(jobs: list[Job]) -> list[Traced]:
 
 def _counted(trace_of: tuple[Job, int]) -> TraceResult:
     job, depth = trace_of
-    return run_trace(dataclasses.replace(job.at_depth(depth), counted=True))
+    return run_trace(replace(job.at_depth(depth), counted=True))
 
 
 def _at_full_depth(config, depths: tuple[int, ...], traces: list[TraceResult]) -> Traced:

@@ -60,13 +60,9 @@ def streaming_spec(spec: JobSpec) -> JobSpec | None:
     It is not asked for before: a device that holds the weights trains faster, and needs no host memory.
     """
     preset = spec.preset
-    if preset.processes > 1 or not preset.hardware.discrete_memory or preset.method == "full":
-        return None
-    if spec.memory_args.weight_streaming or spec.streaming:
-        return None
-    if spec.task in TRL_TASKS or spec.video is not None:
-        return None
-    return replace(spec, streaming=True)
+    nothing = preset.processes > 1 or not preset.hardware.discrete_memory or preset.method == "full"
+    refused = spec.memory_args.weight_streaming or spec.task in TRL_TASKS or spec.video is not None
+    return None if nothing or refused or spec.streaming else replace(spec, streaming=True)
 
 
 def lacks_memory(spec: JobSpec) -> str:

@@ -50,8 +50,7 @@ def config_name(preset: Preset) -> str:
     base = preset.name
     for name in _SAME_AS_BASE:
         base = "l40s_x4" if base == name else base
-    suffix = "" if preset.engine.plain else f"_{preset.strategy}"
-    return f"{base}{suffix}.yaml"
+    return f"{base}.yaml" if preset.engine.plain else f"{base}_{preset.strategy}.yaml"
 
 
 def _comment(preset: Preset) -> str:

@@ -30,7 +30,11 @@ class PeakBatch:
 
     def on_host(self) -> "PeakBatch":
         """The same in host memory, which the run does not need."""
-        return replace(self, tensors={name: _on_host(tensor) for name, tensor in self.tensors.items()})
+        on_host = {
+            name: tensor if tensor.device.type in ("meta", "cpu") else tensor.cpu()
+            for name, tensor in self.tensors.items()
+        }
+        return replace(self, tensors=on_host)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -42,10 +46,6 @@ class PeakBatch:
         """The batch as people read it."""
         samples, tokens = self.shape
         return f"{'' if self.training else 'evaluation, '}{samples} × {tokens} tokens"
-
-
-def _on_host(tensor):
-    return tensor if tensor.device.type in ("meta", "cpu") else tensor.cpu()
 
 
 def predict(job: Job, trainer, length: int, **about) -> Estimate | None:

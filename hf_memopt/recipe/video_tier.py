@@ -365,12 +365,9 @@ def _as_shipped(job: Job, parsed: Parsed) -> bool:
     usual = recipe.freeze_vision and not recipe.freeze_projector and recipe.dtype is None
     plain = not (parsed.lora or parsed.quantization or parsed.memory.levers() or recipe.attn_implementation)
     checkpointed = parsed.training.get("activation_checkpointing") is True
-    fields = parsed.training.keys() & parsed.given
-    return usual and plain and checkpointed and all(map(_harmless, fields))
-
-
-def _harmless(field: str) -> bool:
-    return field in _HARMLESS or field.startswith(_HARMLESS_PREFIXES)
+    given = parsed.training.keys() & parsed.given
+    harmless = (field in _HARMLESS or field.startswith(_HARMLESS_PREFIXES) for field in given)
+    return usual and plain and checkpointed and all(harmless)
 
 
 def _sizes(config) -> tuple:

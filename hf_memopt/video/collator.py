@@ -40,7 +40,12 @@ class VideoCollator:
         length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         padding = {"input_ids": self.pad_token_id, "labels": IGNORED}
         batch: dict[str, Any] = {
-            name: torch.stack([_pad(sample[name], length, padding.get(name, 0)) for sample in samples])
+            name: torch.stack(
+                [
+                    torch.nn.functional.pad(sample[name], (0, length - len(sample[name])), value=padding.get(name, 0))
+                    for sample in samples
+                ]
+            )
             for name in TOKENS
             if name in samples[0]
         }
@@ -51,10 +56,6 @@ class VideoCollator:
             batch["lengths"] = lengths
         media = [{name: value for name, value in sample.items() if name not in TOKENS} for sample in samples]
         return batch | ({"media": media} if self.separate_media else join(media))
-
-
-def _pad(values: torch.Tensor, length: int, padding: int) -> torch.Tensor:
-    return torch.nn.functional.pad(values, (0, length - len(values)), value=padding)
 
 
 def join(parts: list[dict], in_one_sample: bool = False) -> dict[str, Any]:
@@ -72,7 +73,8 @@ def join(parts: list[dict], in_one_sample: bool = False) -> dict[str, Any]:
     one_row = names.keys() & {"target_sizes", "target_sizes_videos"}  # MiniCPM-V
     joined = {}
     for name in names:
-        tensors = [tensor for part in parts if name in part for tensor in _as_list(part[name])]
+        held = [part[name] for part in parts if name in part]
+        tensors = [tensor for each in held for tensor in (each if isinstance(each, list) else [each])]
         if one_row and name.startswith("pixel_values"):
             joined[name] = torch.cat(tensors, dim=-1)
         elif not row_per_sample:
@@ -83,10 +85,6 @@ def join(parts: list[dict], in_one_sample: bool = False) -> dict[str, Any]:
             blank = tensors[0].new_zeros(1, 1, *tensors[0].shape[2:])  # a sample without media
             joined[name] = _pad_and_concatenate([part.get(name, blank) for part in parts])
     return joined
-
-
-def _as_list(value) -> list:
-    return value if isinstance(value, list) else [value]
 
 
 def _concatenate(name: str, tensors: list[torch.Tensor], with_sizes: bool):

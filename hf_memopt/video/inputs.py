@@ -67,8 +67,7 @@ class VideoInputs:
         """One micro-batch; its pixels are on the meta device."""
         if self.packed is not None:
             return self.packed
-        sample = self.sample or self._make_sample(config)
-        return VideoCollator(0)([sample] * micro_batch)
+        return VideoCollator(0)([self.sample or self._make_sample(config)] * micro_batch)
 
     def longest(self, config) -> int:
         """Tokens of the longest sample, with padding."""
@@ -139,10 +138,8 @@ class VideoInputs:
         """One line for people: frames, the pixels that the model sees, tokens."""
         tensors, steps, step_tokens, closing_tokens, _ = self.clip(config)
         pixels = next(tensor for name, tensor in tensors.items() if name.startswith("pixel_values"))
-        if pixels.dim() == 2:
-            seen = f"{pixels.shape[0]:,} patches"
-        else:
-            seen = f"{pixels.shape[-2]} × {pixels.shape[-1]} pixels each"
+        height, width = pixels.shape[-2:]
+        seen = f"{height:,} patches" if pixels.dim() == 2 else f"{height} × {width} pixels each"
         tokens = steps * step_tokens + closing_tokens
         return f"{self.frames} frames of {self.width} × {self.height} → {seen} → {tokens:,} tokens"
 

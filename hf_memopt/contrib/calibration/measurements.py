@@ -43,7 +43,8 @@ class Measurement:
 
 def measurements(device: Hardware, rehearse: bool) -> list[Measurement]:
     """All of them, most valuable first: predictions of device bytes rest on the context."""
-    precision = _precision(device)
+    half_precision = {"fp16": True} if device.backend in ("cuda", "rocm") else {}
+    precision = {"bf16": True} if device.native_bf16 else half_precision
 
     def fitted(setting: Setting) -> Setting:
         half = setting.dtype == "bfloat16" and not device.native_bf16
@@ -64,12 +65,6 @@ def measurements(device: Hardware, rehearse: bool) -> list[Measurement]:
         Measurement("attention", 60, functools.partial(on_device.attention, small)),
         Measurement("allocator", 30, on_device.allocator_setting),
     ]
-
-
-def _precision(device: Hardware) -> dict[str, bool]:
-    if device.native_bf16:
-        return {"bf16": True}
-    return {"fp16": True} if device.backend in ("cuda", "rocm") else {}
 
 
 def measure(

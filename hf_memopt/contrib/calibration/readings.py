@@ -11,9 +11,7 @@ def accelerator() -> str:
 
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # a rehearsal, also on a Mac
         return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def driver_bytes() -> dict[str, int]:

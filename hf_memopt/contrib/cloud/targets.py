@@ -171,7 +171,12 @@ def _kubernetes(preset: Preset, files: Mapping[str, str]) -> dict[str, str]:
         "metadata": metadata,
         "spec": {"accessModes": [access], "resources": {"requests": {"storage": "500Gi"}}},
     }
-    template = {"spec": {"containers": [_container(preset)], "volumes": _volumes(name)}}
+    volumes = [
+        {"name": "job", "configMap": {"name": name}},
+        {"name": "out", "persistentVolumeClaim": {"claimName": name}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    template = {"spec": {"containers": [_container(preset)], "volumes": volumes}}
     replica = {"restartPolicy": "OnFailure", "template": template}
     replicas = {"Master": {"replicas": 1, **replica}}
     if preset.machines > 1:
@@ -218,14 +223,6 @@ def _container(preset: Preset) -> dict[str, Any]:
     if resource:
         container["resources"] = {"limits": {resource: str(_devices(preset))}}
     return container
-
-
-def _volumes(name: str) -> list[dict[str, Any]]:
-    return [
-        {"name": "job", "configMap": {"name": name}},
-        {"name": "out", "persistentVolumeClaim": {"claimName": name}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
-    ]
 
 
 def _yaml(documents: list[dict], comment: str) -> str:

@@ -118,7 +118,7 @@ class Adapted:
 
         wrapped: set[str] = set()
         for name, module in model.named_modules():
-            if any(name == outer or name.startswith(outer + ".") for outer in _parents(name) & wrapped):
+            if _parents(name) & wrapped:
                 continue
             if isinstance(module, LoraLayer):
                 self.changes[f"{name}.weight"] = partial(_merge, module)

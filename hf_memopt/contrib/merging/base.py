@@ -57,9 +57,11 @@ class Base:
                 f"{folder} is quantized with {kind}, and only bitsandbytes' 4 bits are dequantized: give --base the "
                 "model that it was made from"
             )
+        from safetensors import SafetensorError
+
         self._files: dict[str, Path] = {}
         self.tensors: dict[str, Stored] = {}
-        with as_input_error(f"{folder} cannot be read", OSError, ValueError, RuntimeError, KeyError, *_damaged()):
+        with as_input_error(f"{folder} cannot be read", OSError, ValueError, RuntimeError, KeyError, SafetensorError):
             for file in _files(folder):
                 self._examine(file)
 
@@ -119,9 +121,3 @@ def _files(folder: Path) -> Iterator[Path]:
         yield folder / SAFE_WEIGHTS_NAME
     else:
         raise InputError(f"{folder} has no {SAFE_WEIGHTS_NAME} and no index of one: give --base one with safetensors")
-
-
-def _damaged() -> tuple[type[Exception], ...]:
-    from safetensors import SafetensorError
-
-    return (SafetensorError,)

@@ -199,9 +199,8 @@ def _describe(function, args, kwargs, out) -> _Outputs | None:
     """Describe a call to remember; None where its output cannot be made from shapes."""
     several = isinstance(out, list | tuple)
     if isinstance(function, torch._ops.OpOverload):  # else one of accounting.kernels, which change nothing
-        if function.namespace not in _NAMESPACES or function._overloadname.endswith("out"):
-            return None
-        if _TAGS & set(function.tags):
+        writes_out = function._overloadname.endswith("out")
+        if function.namespace not in _NAMESPACES or writes_out or _TAGS & set(function.tags):
             return None
         if function._schema.is_mutable:
             changed = [place for place, arg in enumerate(args) if arg is out]

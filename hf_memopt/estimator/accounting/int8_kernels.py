@@ -36,15 +36,13 @@ def _no_outliers(tensor, threshold: float):
 
 def _quantize_on_cuda(tensor, threshold=0.0):
     scales = torch.empty(tensor.numel() // tensor.shape[-1], dtype=torch.float32)
-    codes = torch.empty(tensor.shape, dtype=torch.int8)
-    return codes, scales, _no_outliers(tensor, threshold)
+    return torch.empty(tensor.shape, dtype=torch.int8), scales, _no_outliers(tensor, threshold)
 
 
 def _quantize_on_cpu(tensor, threshold=0.0):
     outliers = _no_outliers(tensor, threshold)
     scales = torch.max(tensor.abs(), dim=1).values.float()
-    codes = torch.round(tensor * (127.0 / scales.unsqueeze(-1))).to(torch.int8)
-    return codes, scales, outliers
+    return torch.round(tensor * (127.0 / scales.unsqueeze(-1))).to(torch.int8), scales, outliers
 
 
 def _matmul_on_cuda(left, right, row_scales, column_scales, bias=None, dtype=None):

@@ -202,10 +202,6 @@ def _without_unknown_masks(func, args):
     return (args[0], indices, *args[2:])
 
 
-def _all_selected(tensor, mask):
-    return torch.empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel(), dtype=tensor.dtype)
-
-
 def _all_distinct(tensor, *args, **kwargs):
     """The distinct elements, and for each element its place among them and its number."""
     places = torch.empty(tensor.shape, dtype=torch.int64)
@@ -220,7 +216,9 @@ def _all_rows_distinct(tensor, dim, *args, **kwargs):
 # Operators whose output's shape depends on values: the largest output.
 _LARGEST_OUTPUT = {
     _aten.nonzero.default: lambda tensor: torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64),
-    _aten.masked_select.default: _all_selected,
+    _aten.masked_select.default: lambda tensor, mask: torch.empty(
+        torch.broadcast_shapes(tensor.shape, mask.shape).numel(), dtype=tensor.dtype
+    ),
     _aten._unique2.default: _all_distinct,
     _aten.unique_dim.default: _all_rows_distinct,
     _aten.unique_consecutive.default: _all_distinct,

@@ -49,9 +49,7 @@ def shallow_depths(config, fewest: int = NO_ENGINE.fewest_layers, every: int = 1
     period = lcm(period, every)
     smallest = max(fewest, period) + prefix
     low = next(n for n in range(smallest, smallest + period) if (depth - n) % period == 0)
-    if depth <= max(_TRACED_WHOLE, low + period):
-        return (depth,)
-    return low, low + period
+    return (depth,) if depth <= max(_TRACED_WHOLE, low + period) else (low, low + period)
 
 
 def layer_period(config) -> int:

@@ -265,8 +265,7 @@ def _video(batch: Batch) -> tuple[int, ...]:
 
 def _patches(batch: Batch) -> tuple[int, ...]:
     """Pix2Struct's: row, column and pixels of each patch; 2,048 of them (max_patches of its image processor)."""
-    size = batch.config.vision_config.patch_embed_hidden_size
-    return (batch.samples, 2048, size + 2)
+    return (batch.samples, 2048, batch.config.vision_config.patch_embed_hidden_size + 2)
 
 
 def _waveform(batch: Batch) -> tuple[int, ...]:
