@@ -66,9 +66,8 @@ def state_bytes(optimizer) -> int:
 
 def measured(name: str) -> tuple[int, int]:
     """The allocator's peak of two real steps, and the bytes of the states after them."""
+    from profiled_peak import allocator_peak
     from transformers import AutoModelForCausalLM
-
-    from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
     # RAdam without a schedule is SGD for five steps.
     chosen = {**fields(name), "max_steps": 8 if name == "schedule_free_radam" else 2}

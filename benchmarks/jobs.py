@@ -40,7 +40,7 @@ def make_trainer(folder: str, model, fields: dict, rows, memory: dict | None = N
 
 def trained_peak(make_model: Callable, fields: dict, rows, memory: dict | None = None, **more) -> int:
     """Bytes: the allocator's peak over model, steps and all between."""
-    from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+    from profiled_peak import allocator_peak
 
     with tempfile.TemporaryDirectory() as folder:
         return allocator_peak(lambda: make_trainer(folder, make_model(), fields, rows, memory, **more).train())

@@ -24,6 +24,7 @@ import embedded_run
 import torch
 from jobs import four_bits, loaded_bytes, make_trainer, with_checkpointing
 from jobs import lora as lora_config
+from profiled_peak import allocator_peak
 from record import RESULTS, record
 from rich.progress import track
 from transformers import (
@@ -38,7 +39,6 @@ from transformers import (
 )
 
 from hf_memopt import MemoryArguments, estimate
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.job import describe
 from hf_memopt.levers import weight_streaming

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from profiled_peak import allocator_peak
 from torch.utils._pytree import tree_map_only
 from transformers import Trainer
 
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.tracing.trace import loaded_tensors
 
 STEPS = 2

@@ -73,7 +73,7 @@ def _train(trainer: Trainer, baton: threading.Semaphore) -> None:
 
 def peak_of(kind) -> int:
     """Bytes: the most that the CPU's allocator held while one of the two trained."""
-    from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
+    from profiled_peak import allocator_peak
 
     with tempfile.TemporaryDirectory() as folder:
         return allocator_peak(lambda: trainer_of(kind, folder, 6).train())

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
 ROWS = 1000
 SELECTIONS = {

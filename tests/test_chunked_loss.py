@@ -20,8 +20,8 @@ from transformers import (
 )
 from video_models import FAMILIES
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.chunked_loss import LazyLogits, chunk_loss
 from hf_memopt.levers.language_model import uses_loss_function
 

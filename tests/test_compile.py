@@ -4,8 +4,8 @@ import pytest
 import torch
 from test_levers_together import trainer_of
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate, get_preset
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
 
 @pytest.fixture(autouse=True)

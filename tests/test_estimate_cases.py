@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig
 from video_models import qwen2_5_vl
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate, estimate_trainer
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.dry_run import caught_trainer
 from hf_memopt.estimator.job_checks import facts_of

@@ -12,9 +12,9 @@ from conftest import slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate, list_architectures
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.tracing import extrapolate
 from hf_memopt.estimator.training_fields import read_fields

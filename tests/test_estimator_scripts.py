@@ -9,10 +9,10 @@ import torch
 from conftest import flags, run_forked, slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import MemoryArguments
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate_trainer
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.dry_run import _explain
 from hf_memopt.estimator.tracing.trainer_copy import TrainerCopy
 from hf_memopt.estimator.trainer_job import TrainerJob

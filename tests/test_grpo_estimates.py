@@ -14,8 +14,8 @@ from torch.profiler import record_function
 from transformers import TrainerCallback
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from benchmarks.profiled_peak import allocator_peaks
 from hf_memopt import InputError, MemoryTrainerMixin, estimate, estimate_trainer
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peaks
 from hf_memopt.estimator.tracing.rollouts import _lengthen
 
 # TRL 1.16 reads names that transformers 5.23 deprecates.

@@ -12,8 +12,8 @@ from peft import LoraConfig
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, estimate
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.spec_job import preset_spec, read_model, spec_job

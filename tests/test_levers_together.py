@@ -9,9 +9,9 @@ from conftest import refused, slow
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, default_data_collator
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.engines import engine_named
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers import activation_offload, optimizer_cpu_offload, weight_streaming
 from hf_memopt.levers.adapters import add_adapters
 

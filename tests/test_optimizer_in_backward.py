@@ -7,8 +7,8 @@ from faults import Strikes
 from small_runs import llama, train, with_lora
 from test_adam_mini import stop_after
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, TrainingOutOfMemory, estimate
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.features.optimizers import step_in_backward
 
 ALONE = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "weight_decay": 0.1}

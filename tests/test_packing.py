@@ -25,9 +25,9 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, estimate, estimate_trainer
 from hf_memopt.data.sample_batches import pack_best_fit
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.recipe.packing import _depends_on_the_sample_before, keep_samples_apart
 
 

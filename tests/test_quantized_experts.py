@@ -9,11 +9,11 @@ from test_quantized_jobs import _trainer as trainer_of
 from torch.nn.utils import parametrize
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments
 from hf_memopt.engines import engine_named, engine_of_table
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.accounting.ledger import _parts
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.tracing.fake_quantization import loaded_tensors
 from hf_memopt.levers import activation_offload, weight_streaming
 from hf_memopt.levers.adapters import add_adapters, keep_differentiable

@@ -10,10 +10,10 @@ from peft import LoHaConfig, LoraConfig
 from test_estimator import CHECKPOINTED, LENGTH, _config, _lora
 from transformers import BitsAndBytesConfig, LlamaConfig
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import assembly, estimate
 from hf_memopt.estimator.accounting.ledger import _parts
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.tracing.fake_quantization import _DEQUANTIZED_BYTES, loaded_tensors, staged_bytes
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 

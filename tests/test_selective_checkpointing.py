@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from small_runs import llama, train, with_lora
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.selective_checkpointing import checkpoint_in_part, is_checkpointed, period_of
 
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}

@@ -18,9 +18,9 @@ from transformers import (
 from transformers import default_data_collator as collate
 from video_models import FAMILIES
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.engines import engine_named
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers import attention_pattern
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.attention_pattern import attend_to_blocks

@@ -17,9 +17,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, estimate
 from hf_memopt.engines import engine_named
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.tiled_mlp import is_mlp, tile_mlps
 

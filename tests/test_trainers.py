@@ -9,8 +9,8 @@ import transformers
 from conftest import slow
 from transformers import BatchEncoding, BertConfig, LlamaConfig, LlamaForCausalLM, Trainer, default_data_collator
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, estimate_trainer
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
 T5 = {"vocab_size": 1000, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 8, "num_heads": 4}

@@ -11,8 +11,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import estimate_trainer
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
 # TRL 1.16 reads names that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -11,8 +11,8 @@ from peft import LoraConfig
 from test_trl_estimates import VOCABULARY, llama, tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, estimate
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, WORD, _text
 
 # TRL 1.16 reads names that transformers 5.23 deprecates.

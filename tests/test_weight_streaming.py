@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.engines import engine_named
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.job import describe
 from hf_memopt.estimator.tracing.fake_quantization import loaded_tensors

@@ -20,9 +20,9 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt.contrib.merging.merge import merge_adapter
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, SnapshotCallback
 from hf_memopt.contrib.snapshots.snapshot_analysis import analyze_recording, analyze_snapshot
 from hf_memopt.contrib.snapshots.snapshot_recording import Allocation, Recording
-from hf_memopt.estimator.accounting.profiled_peak import allocator_peak
 from hf_memopt.levers.arguments import step_ranges
 
 VOCABULARY, ROWS, TOKENS = 500, 4, 64
