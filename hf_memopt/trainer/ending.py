@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,6 +138,13 @@ class Ending:
         if isinstance(error, TrainingOutOfMemory) or not self._trainer.memory_args.oom_recovery:
             return False
         return diagnose(error).kind is not OomKind.NOT_MEMORY
+
+    def explain(self, error: Exception) -> Diagnosis:
+        """The diagnosis of an error that can_explain(), whose frames let go of their tensors; others are raised."""
+        if not self.can_explain(error):
+            raise error
+        traceback.clear_frames(error.__traceback__)
+        return diagnose(error)
 
     def end_run_outside_step(self, diagnosis: Diagnosis, stage: str = "") -> NoReturn:
         """End a run whose memory ran out while batches were made, or in a callback, where smaller chunks do not help.

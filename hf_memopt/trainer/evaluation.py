@@ -1,6 +1,5 @@
 """Evaluation that recovers from running out of memory, and that keeps argmax tokens instead of logits."""
 
-import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,7 @@ import torch
 
 from hf_memopt.errors import InputError
 from hf_memopt.levers.answer_logits import nothing_but_loss
-from hf_memopt.oom.classify import Diagnosis, diagnose, free_memory
+from hf_memopt.oom.classify import Diagnosis, free_memory
 from hf_memopt.trainer.step.loss_rule import LossRule, find_rule
 from hf_memopt.trainer.step.recoverability import holds_whole_model, why_not_evaluated_in_chunks
 from hf_memopt.trainer.step.step_state import StepState
@@ -110,10 +109,7 @@ class EvalRecovery:
             with _ReducedLogits(self):
                 return super().evaluation_loop(*args, **kwargs)
         except Exception as error:
-            if not self._ending.can_explain(error):
-                raise
-            diagnosis = diagnose(error)
-            traceback.clear_frames(error.__traceback__)
+            diagnosis = self._ending.explain(error)
         why = "no smaller evaluation batch helps what is kept and computed of all batches"
         self._ending.end_run("eval", diagnosis, why=why, intact=holds_whole_model(self))
 
@@ -130,10 +126,7 @@ class EvalRecovery:
                     return predict(inputs)
                 return self._predict_in_chunks(predict, inputs, before)
             except Exception as error:
-                if not self._ending.can_explain(error):
-                    raise
-                diagnosis = diagnose(error)
-                traceback.clear_frames(error.__traceback__)
+                diagnosis = self._ending.explain(error)
             free_memory()  # outside of `except`, which keeps the traceback and so the tensors alive
             before.restore(self)
             self._halve_evaluation(inputs, diagnosis)

@@ -271,10 +271,7 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
         try:
             return super().get_batch_samples(self._callback.data_wait.timed(epoch_iterator), *args, **kwargs)
         except Exception as error:
-            if not self._ending.can_explain(error):
-                raise
-            diagnosis = diagnose(error)
-            traceback.clear_frames(error.__traceback__)
+            diagnosis = self._ending.explain(error)
         self._ending.end_run_outside_step(diagnosis, "data")
 
     def training_step(self, model, inputs, num_items_in_batch=None):
