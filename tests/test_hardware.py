@@ -248,7 +248,7 @@ def test_names_as_people_write_them(subtests):
     ],
 )
 def test_of_several_devices_a_name_is_the_smallest_and_a_line_says_so_once(written, smallest, others, caplog):
-    device_names._say_which.cache_clear()
+    device_names._warn_once.cache_clear()
     assert get_hardware(written).name == get_hardware(written).name == smallest
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (others is not None) and all(others in line for line in lines)

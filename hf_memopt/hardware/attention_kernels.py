@@ -14,6 +14,7 @@ from hf_memopt.errors import InputError, one_line
 from hf_memopt.hardware.catalog import Hardware, catalog_tables
 
 logger = logging.getLogger(__name__)
+_announce = cache(logger.warning)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +155,6 @@ def _import_error(module: str, package: str) -> str:
     import torch
 
     return "" if torch.cuda.is_available() else "PyTorch sees no CUDA device"
-
-
-@cache
-def _announce(line: str) -> None:
-    logger.warning(line)
 
 
 # Keys that a query sees at which a kernel reaches half of its rate: with heads of 128 on an H100, causal curves of

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from hf_memopt.errors import InputError, brief, choose, listed
 
 logger = logging.getLogger(__name__)
+_warn_once = functools.cache(logger.warning)
 # Places and families that people name in the place of a device.
 _ALIASES = {"colab": "t4", "mps": "apple", "metal": "apple", "apple silicon": "apple"}
 _SPELLINGS = {"mobile": "laptop", "gen": "generation"}
@@ -133,14 +134,10 @@ def match(name: str, devices: Mapping) -> str:
         raise InputError(_no_such(name, devices))
     smallest = min(closest, key=lambda key: devices[key].memory)
     if len(closest) > 1:
-        others = [key for key in closest if key != smallest]
-        _say_which(name, smallest, listed(others, _SHOWN))
+        others = listed([key for key in closest if key != smallest], _SHOWN)
+        text = "hardware=%s is taken as %s, the smallest of its name; there are also %s"
+        _warn_once(text, name, smallest, others)
     return smallest
-
-
-@functools.cache
-def _say_which(name: str, smallest: str, others: str) -> None:
-    logger.warning("hardware=%s is taken as %s, the smallest of its name; there are also %s", name, smallest, others)
 
 
 def names_meant(name: str, devices: Mapping) -> list[str]:

@@ -12,7 +12,6 @@ from hf_memopt.estimator.generation_time import FORWARD, Rollout, rollout_time
 from hf_memopt.estimator.speed import Seconds, kernel_seconds, memory_rate
 from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.estimator.throughput import main_attention
-from hf_memopt.hardware import Hardware
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.sketch import Sketch, Traced
 
@@ -40,9 +39,10 @@ class Cost:
 
     @functools.cached_property
     def _seconds(self) -> Callable[..., Seconds]:
-        """times() of a trace on the job's device, each computed once."""
+        """Seconds of a trace's micro-batch and optimizer step on the job's device, each computed once; larger
+        micro-batches are extrapolated by those of a device without a cache."""
         device, attention = self.sketch.job.device, main_attention(self.sketch.job)
-        return functools.cache(lambda traced, cached=0.0: times(traced, device, attention, cached))
+        return functools.cache(lambda traced, cached=0.0: kernel_seconds(traced.kernels, device, attention, cached))
 
     @functools.cached_property
     def steps(self) -> StepTime:
@@ -148,9 +148,3 @@ class Cost:
         forward = max(0.0, self._line(self.sketch.checkpointed, samples) - plain)  # what is computed again
         passes = ((1 - choice.checkpointed) * seconds for seconds in (forward, plain - forward))
         return sum(self.steps.overlapped(computing, moving) - computing for computing in passes)
-
-
-def times(traced: Traced, device: Hardware, attention: str | None = None, cached: float = 0.0) -> Seconds:
-    """Seconds of a micro-batch and of an optimizer step; larger micro-batches are extrapolated by those of a device
-    without a cache."""
-    return kernel_seconds(traced.kernels, device, attention, cached)

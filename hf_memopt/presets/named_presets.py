@@ -23,6 +23,7 @@ from hf_memopt.presets.environment import PRECISION
 from hf_memopt.presets.preset import METHODS, Preset, retrained, with_strategy
 
 logger = logging.getLogger(__name__)
+_warn_once = functools.cache(logger.warning)
 
 
 def list_presets() -> list[str]:
@@ -206,13 +207,8 @@ def nearest_preset(device: Hardware) -> str:
 def _for_device(device: Hardware, method: str) -> Preset:
     sizes = nearest_preset(device)
     if sizes != device.name:
-        _note_sizes(device.label, sizes)
+        _warn_once("%s has no preset of its own: using %s's batch and length", device.label, sizes)
     return preset_for(device, method)
-
-
-@functools.cache
-def _note_sizes(label: str, sizes: str) -> None:
-    logger.warning("%s has no preset of its own: using %s's batch and length", label, sizes)
 
 
 def preset_for(device: Hardware, method: str) -> Preset:

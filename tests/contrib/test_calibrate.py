@@ -21,12 +21,12 @@ from hf_memopt.contrib.calibration.measurements import constants_from, measureme
 from hf_memopt.contrib.calibration.training import Setting, predict
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.work import Kernel
+from hf_memopt.estimator.speed import kernel_seconds
 from hf_memopt.files import write_json
 from hf_memopt.hardware import get_hardware, list_hardware, measured
 from hf_memopt.hardware.constants import TABLE, assumed
 from hf_memopt.hardware.measured import MEASURABLE, constant, device_path, measured_on, read_device_file, versions_here
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.planner.cost import times
 from hf_memopt.planner.profiles import Plan
 from hf_memopt.planner.sketch import Traced
 from hf_memopt.units import MIB
@@ -158,14 +158,14 @@ def test_plans_count_with_its_rates_and_name_them():
     traced = Traced({}, {}, Counter({Kernel(optimizer=False, flops=10**13, bytes=10**8, matmul=2): 2}))
     spec = JobSpec(model="a model", preset=get_preset(CARD))
     assert "measured on" not in " ".join(Plan(spec, [], []).notes)
-    before = times(traced, card)[0]
+    before = kernel_seconds(traced.kernels, card)[0]
     efficiency, bandwidth = (assumed(f"{name}_efficiency", card).value for name in ("matmul", "bandwidth"))
     assert before == pytest.approx(2 * (1e13 / (165.2e12 * efficiency) + 1e8 / (1008e9 * bandwidth)))
     keep()
     # The matmul that was measured has 3 bytes for 8192 FLOPs; this one has fewer, and other kernels than copies.
     rate = CONSTANTS["bandwidth_bytes_per_second"] * bandwidth / assumed("copy_efficiency", card).value
     computing = 1e13 * (1 / 1.4e14 - 3 / 8192 / rate)
-    assert times(traced, card)[0] == pytest.approx(1.3 * 2 * (computing + 1e8 / rate))
+    assert kernel_seconds(traced.kernels, card)[0] == pytest.approx(1.3 * 2 * (computing + 1e8 / rate))
     estimate = SimpleNamespace(step_seconds=1.0, speed_kind="dense models")
     profile = SimpleNamespace(name="balanced", choice=None, estimate=estimate)
     notes = " ".join(Plan(spec, [profile], []).notes)

@@ -291,8 +291,8 @@ def predict(setting: Setting, device) -> dict[str, Any]:
     from hf_memopt import MemoryArguments
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.job import describe
+    from hf_memopt.estimator.speed import kernel_seconds
     from hf_memopt.hardware.measured import constant
-    from hf_memopt.planner.cost import times
     from hf_memopt.planner.sketch import traced_jobs
 
     memory_args = None if setting.memory is None else MemoryArguments(**setting.memory)
@@ -309,7 +309,7 @@ def predict(setting: Setting, device) -> dict[str, Any]:
         quantization_config=quantization(setting.method),
         memory_args=memory_args,
     )
-    estimate, seconds = estimate_job(job), times(traced_jobs([job])[0], device)
+    estimate, seconds = estimate_job(job), kernel_seconds(traced_jobs([job])[0].kernels, device)
     short, long = sorted((seconds.micro, seconds.launches))
     micro = long + constant("exposed_traffic", device).value * short  # as estimator.step_time has it
     return {
