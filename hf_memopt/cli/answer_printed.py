@@ -50,8 +50,7 @@ def _wrapped(text: str, begin: str, indent: int) -> list[str]:
 def memory_bar(estimate) -> list[str]:
     """Predicted bytes of the device's, as a bar, and what they hold at the peak."""
     parts = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
-    held = estimate.device_bytes - sum(estimate.breakdown.values())
-    parts.append(("allocator and context", held))
+    parts.append(("allocator and context", estimate.device_bytes - sum(estimate.breakdown.values())))
     whole = estimate.device_bytes
     named = [f"{kind.replace('_', ' ')} {size(part, whole)}" for kind, part in parts if part > whole / 50]
     lines = paragraph(", ".join(named), f"in {estimate.phase}: ")

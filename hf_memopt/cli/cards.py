@@ -95,7 +95,11 @@ def _print_answer(answer, options: CardOptions) -> None:
     print()
     for line in _notes(answer, shown, options.every):
         print(textwrap.fill(line, 80, subsequent_indent="  "))
-    print(f"the whole plan of a card:\n  {_command(answer, shown[0])}")
+    print(
+        f"the whole plan of a card:\n  hf-memopt plan {shlex.quote(answer.model)} --hardware {shown[0].name} "
+        f"--method {shown[0].method} --seq-len {answer.seq_len} "
+        f"--effective-batch-size {answer.effective_batch_size}"
+    )
 
 
 def _order(answer) -> str:
@@ -197,13 +201,6 @@ def _costs(answer, fit) -> str:
         return ""
     time = "" if fit.hours is None else f" in {time_text(3600 * fit.hours)}"
     return f", {answer.prices.currency}{_money(fit.cost)} for {_amount(answer)}{time}"
-
-
-def _command(answer, fit) -> str:
-    return (
-        f"hf-memopt plan {shlex.quote(answer.model)} --hardware {fit.name} --method {fit.method} "
-        f"--seq-len {answer.seq_len} --effective-batch-size {answer.effective_batch_size}"
-    )
 
 
 def _print_nothing(answer) -> None:

@@ -6,6 +6,7 @@ take a text that is JSON itself for an encoded value (5.2, features.Json.encode_
 back as True. So a column of anything but texts is encoded here, of which decoding is the exact inverse.
 """
 
+import contextlib
 import csv
 import itertools
 import json
@@ -71,12 +72,11 @@ def encoded_rows(paths: tuple[Path, ...], columns: tuple[tuple[str, bool], ...],
 
 def find_line(path: Path, is_wanted: Callable[[int, Row], bool]) -> int | None:
     """The line of the first row for which is_wanted(row number, row) is true; None where there is none."""
-    try:
-        for number, (line, row) in enumerate(numbered_rows(path)):
-            if is_wanted(number, row):
-                return line
-    except InputError:  # a line that `datasets` accepts and this reader does not: later numbers are uncertain
-        pass
+    found = (line for number, (line, row) in enumerate(numbered_rows(path)) if is_wanted(number, row))
+    with contextlib.suppress(
+        InputError
+    ):  # a line that `datasets` accepts and this reader does not: the rest is uncertain
+        return next(found, None)
     return None
 
 

@@ -51,8 +51,8 @@ class PackedBatches(torch.utils.data.BatchSampler):
         return -(-len(self._packs) // self._rows)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch = getattr(self.sampler, "epoch", 0)
-        generator = torch.Generator().manual_seed(self._seed + epoch)  # as accelerate's SeedableRandomSampler
+        # As accelerate's SeedableRandomSampler.
+        generator = torch.Generator().manual_seed(self._seed + getattr(self.sampler, "epoch", 0))
         order = torch.randperm(len(self._packs), generator=generator).tolist()
         for start in range(0, len(order), self._rows):
             yield [index for number in order[start : start + self._rows] for index in self._packs[number]]

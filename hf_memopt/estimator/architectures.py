@@ -180,8 +180,7 @@ def _names() -> dict[str, _Bundled]:
     for hub_id, model in sources.items():
         for name in (hub_id.lower(), hub_id.lower().split("/")[-1]):
             names.setdefault(name, model)
-    same_sizes = tomllib.loads((_FOLDER.parent / "same_sizes.toml").read_text(encoding="utf-8"))
-    for base, copies in same_sizes.items():
+    for base, copies in tomllib.loads((_FOLDER.parent / "same_sizes.toml").read_text(encoding="utf-8")).items():
         for hub_id in copies:
             copy = _Bundled(_FOLDER / f"{base}.json", hub_id, hub_id)
             for name in (hub_id.lower(), hub_id.lower().split("/")[-1]):

@@ -138,8 +138,7 @@ def quantization_notes(job) -> Iterator[str]:
         yield f"{job.dequantized} weights are dequantized while they are loaded, {_dequantizing(job)}"
     if method in SCHEMES:
         yield f"{method} layers are counted as in {SCHEMES[method].source}; not measured"
-        targets = getattr(job.peft_config, "target_modules", None)
-        if targets == "all-linear":
+        if getattr(job.peft_config, "target_modules", None) == "all-linear":
             yield f"target_modules=all-linear counts {method} layers, none of which peft finds: name them to train"
     elif method == "bitsandbytes_4bit" and job.engine.zero_stage == 3:
         # transformers 5.23, modeling_utils: needs_zero3_init and not quantized; bitsandbytes 0.50.2, MatMul4Bit.

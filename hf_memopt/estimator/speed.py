@@ -110,5 +110,4 @@ def memory_rate(device: Hardware) -> float:
     efficiency = constant("bandwidth_efficiency", device).value
     if (measured := measured_value("bandwidth_bytes_per_second", device)) is not None:
         return measured * efficiency / constant("copy_efficiency", device).value
-    bandwidth = device.bandwidth or constant("unknown_bandwidth", device).value
-    return bandwidth * efficiency
+    return efficiency * (device.bandwidth or constant("unknown_bandwidth", device).value)

@@ -14,10 +14,6 @@ def _text(tokens: int) -> str:
     return " ".join([WORD] * (tokens - 1))
 
 
-def _texts(length: int) -> dict[str, Any]:
-    return {"text": _text(length)}
-
-
 def _pair(length: int) -> dict[str, Any]:
     """The shortest prompt: the head computes logits of the answers' tokens alone."""
     return {"prompt": WORD + " ", "chosen": _text(length - 1), "rejected": _text(max(2, length - 2))}
@@ -66,7 +62,7 @@ class TrlTask:
 
 
 TRL_TASKS = {
-    "sft": TrlTask("SFTTrainer", "SFTConfig", _texts),
+    "sft": TrlTask("SFTTrainer", "SFTConfig", lambda length: {"text": _text(length)}),
     "dpo": TrlTask("DPOTrainer", "DPOConfig", _pair, reference=True),
     "kto": TrlTask("KTOTrainer", "KTOConfig", _answer, reference=True),
     "reward": TrlTask("RewardTrainer", "RewardConfig", _pair, model="sequence-classification"),

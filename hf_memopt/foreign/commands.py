@@ -198,8 +198,7 @@ def _started(words: Sequence[Word], check: bool = True) -> Command | None:
     if not rest:
         return None
     if launcher == "python" and module and (nested := _LAUNCHER_MODULES.get(rest[0].text)):
-        launch = [Word(word, 0, 0) for word in nested.split()]
-        command = _started([*launch, *rest[1:]], check)
+        command = _started([*(Word(word, 0, 0) for word in nested.split()), *rest[1:]], check)
     else:
         command = _program(rest, Launch(launcher, options), check)
     if command and check:

@@ -53,11 +53,11 @@ class Row:
     def holds(self, value: Any, settings: Mapping[str, Any]) -> bool:
         """True if it says what a value means among the file's other settings."""
         text = as_text(value)
-        if self.only is not None and not any(fnmatchcase(text, pattern) for pattern in self.only):
-            return False
-        if self.values is not None and text not in self.values:
-            return False
-        return all(_matches(_setting(key, settings), wanted) for key, wanted in self.when.items())
+        return (
+            (self.only is None or any(fnmatchcase(text, pattern) for pattern in self.only))
+            and (self.values is None or text in self.values)
+            and all(_matches(_setting(key, settings), wanted) for key, wanted in self.when.items())
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,8 +78,7 @@ def take_options(words: Sequence[Word], has_value: Callable[[str], bool]) -> tup
             break
         if not equals and has_value(name):
             value, words = words[0].text if words else "", words[1:]
-        key = name.lstrip("-")
-        options[key] = argument_value(value) if equals or has_value(name) else True
+        options[name.lstrip("-")] = argument_value(value) if equals or has_value(name) else True
     return options, words
 
 

@@ -47,15 +47,12 @@ class Constant:
 
     def applies_to(self, device: Hardware) -> bool:
         """True if the row holds for a device."""
-        if self.backends is not None and device.backend not in self.backends:
-            return False
-        if self.cards is not None and not re.search(self.cards, device.label):
-            return False
-        if self.architectures is not None and device.architecture not in self.architectures:
-            return False
-        if self.capability is None:
-            return True
-        return self.capability[0] <= device.capability <= self.capability[1]
+        return (
+            (self.backends is None or device.backend in self.backends)
+            and (self.cards is None or re.search(self.cards, device.label) is not None)
+            and (self.architectures is None or device.architecture in self.architectures)
+            and (self.capability is None or self.capability[0] <= device.capability <= self.capability[1])
+        )
 
 
 def _matmul(share: float, source: str, **where) -> Constant:

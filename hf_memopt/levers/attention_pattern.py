@@ -42,8 +42,7 @@ def attend_by_pattern(model, setting: str, pattern: dict[str, int]) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     inner = inner_model(model)
-    modules = causal_attention(inner, setting)
-    if any(getattr(module, "attention_dropout", 0.0) for module in modules):
+    if any(getattr(module, "attention_dropout", 0.0) for module in causal_attention(inner, setting)):
         raise InputError(f"{setting}: flex attention has no dropout: use a model with attention_dropout=0")
     AttentionInterface.register(IMPLEMENTATION, _attend)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)

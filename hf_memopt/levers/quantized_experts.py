@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from hf_memopt.errors import InputError
 from hf_memopt.levers.language_model import inner_model
+from hf_memopt.levers.saved_tensors import detached
 
 _BLOCK = 64  # elements that share a scale: bitsandbytes.functional.quantize_4bit's default
 ONLY_4_BIT = (
@@ -125,7 +126,7 @@ def _before(module: torch.nn.Module, inputs: tuple) -> None:
     """Dequantize each parameter once in this forward pass, and save none of its values for the backward pass."""
     # Only the innermost hooks are called: those around them (activation checkpointing, offloading) get the rest.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack, unpack = outer or (_detached, lambda saved: saved)
+    pack, unpack = outer or (detached, lambda saved: saved)
 
     def keep(tensor: torch.Tensor):
         return _find_weight(module, tensor) or pack(tensor)
@@ -141,11 +142,6 @@ def _before(module: torch.nn.Module, inputs: tuple) -> None:
 def _after(module: torch.nn.Module, inputs: tuple, output) -> None:
     if (running := vars(module).pop("_running", None)) is not None:  # None where an earlier hook failed
         running.close()
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without its grad_fn, which would form a reference cycle with what saves it."""
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 @dataclass(frozen=True)

@@ -38,19 +38,13 @@ def save_through(model: torch.nn.Module, keeper: Keeper) -> None:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         keeper.begin(model, tuple(tensors))
         try:
-            with torch.autograd.graph.saved_tensors_hooks(_detached(keeper.pack), keeper.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: keeper.pack(detached(tensor)), keeper.unpack):
                 return forward(*args, **kwargs)
         finally:
             keeper.end()
 
     saving.keeper = keeper
     replace(model, "forward", saving)
-
-
-def _detached(pack):
-    """Detach before packing: a saved tensor with a grad_fn would form a reference cycle, and an abandoned graph would
-    never be freed."""
-    return lambda tensor: pack(tensor.detach() if tensor.requires_grad else tensor)
 
 
 def location(tensor: torch.Tensor) -> tuple:
@@ -74,3 +68,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its grad_fn, which would form a reference cycle with what saves it: an abandoned graph would
+    never be freed."""
+    return tensor.detach() if tensor.requires_grad else tensor

@@ -46,11 +46,11 @@ def tile_mlps(model: torch.nn.Module, size: int) -> None:
 
 def is_mlp(module: torch.nn.Module) -> bool:
     """True if a module treats each token by itself, and takes tokens alone."""
-    if not _NAMED.search(type(module).__name__):
-        return False
-    if any(isinstance(part, _MIXES_TOKENS) for part in module.modules()):
-        return False
-    if any(name in ("router", "experts") for name, _ in module.named_children()):  # GptOssMLP, DbrxFFN
+    if (
+        not _NAMED.search(type(module).__name__)
+        or any(isinstance(part, _MIXES_TOKENS) for part in module.modules())
+        or any(name in ("router", "experts") for name, _ in module.named_children())  # GptOssMLP, DbrxFFN
+    ):
         return False
     parameters = inspect.signature(type(module).forward).parameters.values()
     # self, tokens

@@ -47,8 +47,7 @@ class TokenBudgetBatches(torch.utils.data.BatchSampler):
         epoch = getattr(self.sampler, "epoch", 0)
         order = sorted(self.sampler, key=self._lengths.__getitem__)  # stable: within a length, in the sampler's order
         generator = torch.Generator().manual_seed(self._seed + epoch)  # as accelerate's SeedableRandomSampler
-        shuffled = torch.randperm(len(self._cuts), generator=generator).tolist()
-        for number in shuffled:
+        for number in torch.randperm(len(self._cuts), generator=generator).tolist():
             start, stop = self._cuts[number]
             yield order[start:stop]
 

@@ -152,8 +152,7 @@ class Reader:
 def peak_resident() -> int:
     """Peak resident memory of this process in bytes."""
     if sys.platform == "linux":  # getrusage would include the peak of the parent process before exec
-        status = Path("/proc/self/status").read_text()
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
     if sys.platform == "win32":
         return _PROCESS.memory_info().peak_wset
     import resource

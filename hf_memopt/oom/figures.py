@@ -41,8 +41,7 @@ def parse_figures(message: str) -> dict[str, int]:
         sizes = [_bytes(match.groups(), units) for match in re.finditer(pattern, message)]
         if sizes:
             figures[name] = sizes[-1]
-    listed = [_bytes(match.groups(), units) for match in _LISTED.finditer(message)]
-    return _attribute(figures, listed)
+    return _attribute(figures, [_bytes(match.groups(), units) for match in _LISTED.finditer(message)])
 
 
 def _bytes(groups: tuple[str | None, ...], units: dict[str, int]) -> int:

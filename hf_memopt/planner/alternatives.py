@@ -86,10 +86,8 @@ def method_alternative(spec, search: Search | None, profile) -> Alternative | No
 
 
 def _alternative(spec, search: Search, choice: Choice, fits: bool, profile) -> Alternative:
-    if spec.preset.method == profile.preset.method:
-        relative_time = search.relative_time(choice, profile.choice)
-    else:
-        relative_time = search.seconds[choice] / profile.seconds  # for the same step
+    same = spec.preset.method == profile.preset.method  # else for the same step
+    relative_time = search.relative_time(choice, profile.choice) if same else search.seconds[choice] / profile.seconds
     return Alternative(
         method=spec.preset.method,
         settings=summarize(choice),

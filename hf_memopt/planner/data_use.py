@@ -148,7 +148,10 @@ def takes_media(config) -> bool:
 
 def _of_rows(rows, source: str, task: str | None, with_media: bool, tokenizer, skip: bool, clips: bool) -> Use:
     columns = rows.column_names
-    unsuitable = partial(_unsuitable, source, columns)
+
+    def unsuitable(wanted: str) -> InputError:
+        return InputError(f"data set {source!r} has the columns {listed(sorted(columns), 8) or 'none'}; {wanted}")
+
     if task in _PROMPTS:
         if missing := [name for name in _PROMPTS[task] if name not in columns]:
             raise unsuitable(f"task={task} needs {' and '.join(missing)}")
@@ -274,7 +277,3 @@ def _has_clip_parts(row: dict) -> bool:
     contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(isinstance(part, dict) and part.get("type") in _CLIP_PARTS for part in parts)
-
-
-def _unsuitable(source: str, columns: list[str], wanted: str) -> InputError:
-    return InputError(f"data set {source!r} has the columns {listed(sorted(columns), 8) or 'none'}; {wanted}")

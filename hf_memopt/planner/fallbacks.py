@@ -86,9 +86,8 @@ def _in_bf16(request: JobSpec, spec: JobSpec) -> Iterator[Fallback]:
 
 def _quantized_experts(spec: JobSpec) -> Iterator[Fallback]:
     """Experts in 4 bits, too, which bitsandbytes leaves in 16: adapters must leave them out."""
-    if spec.tool or spec.memory_args.quantized_experts or not find_experts(spec.config):
-        return
-    if holds_fp8(spec.config, None, spec.preset.hardware):
+    quantized = spec.memory_args.quantized_experts
+    if spec.tool or quantized or not find_experts(spec.config) or holds_fp8(spec.config, None, spec.preset.hardware):
         return
     own = names_layers(spec.lora)
     if not own and isinstance(spec.hardware, Preset):  # of a recipe, whose adapters are not the plan's to change

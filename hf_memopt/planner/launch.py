@@ -30,8 +30,7 @@ def as_dict(spec: JobSpec, profile) -> dict[str, Any]:
     """A profile as one JSON object."""
     quantization = profile.preset.quantization() if profile.preset.method == "qlora" else None
     lora = None if profile.preset.method == "full" else {**profile.preset.lora(), **without_secrets(spec.lora)}
-    attention = spec.attn_implementation or "sdpa"
-    kwargs = {"dtype": profile.preset.dtype, "attn_implementation": attention}
+    kwargs = {"dtype": profile.preset.dtype, "attn_implementation": spec.attn_implementation or "sdpa"}
     return {
         "profile": profile.name,
         "settings": profile.summary,
@@ -190,8 +189,7 @@ def has_recipe(spec: JobSpec) -> bool:
     name the model."""
     if spec.task in TRL_TASKS or not spec.is_named:
         return spec.is_named and spec.task in _RECIPES
-    task = spec.task or infer_task(spec.config)
-    return task == "causal-lm" or spec.video is not None
+    return (spec.task or infer_task(spec.config)) == "causal-lm" or spec.video is not None
 
 
 def recipe_name(spec: JobSpec) -> str:

@@ -156,8 +156,7 @@ def _proposal(combination: Combination, estimate: Estimate | InputError | None) 
         return None
     if exceeds or "host" in combination.levels:
         texts.append(f"--host-memory {-(-estimate.host_bytes // GIB)}")
-    host = estimate.host_bytes if offloads else None
-    return Proposal(texts, needed, host, spec, combination.choice)
+    return Proposal(texts, needed, estimate.host_bytes if offloads else None, spec, combination.choice)
 
 
 def _fitting(spec: JobSpec, sketch: Sketch, smallest: Choice, say: Callable[[str], None]) -> Iterator[Combination]:

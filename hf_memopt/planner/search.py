@@ -240,8 +240,7 @@ class Search:
         for number, choice in enumerate(new, 1):
             of = f" {number} of {len(new)}" if len(new) > 1 else ""
             self.say(f"estimating{of}: {summarize(choice)}")
-        jobs = [self.build(choice) for choice in new]
-        for choice, estimate in zip(new, estimate_jobs(jobs, on_all_cores), strict=True):
+        for choice, estimate in zip(new, estimate_jobs(list(map(self.build, new)), on_all_cores), strict=True):
             if isinstance(estimate, InputError):
                 self.estimates[choice] = None
                 if len(self.estimates) >= _FAILURES and not any(self.estimates.values()):

@@ -107,10 +107,8 @@ def usable_memory(device) -> int:
     from hf_memopt.monitor.readers import Reader
 
     reading = Reader("cpu" if device.backend == "cpu" else None).read()
-    if device.backend == "cpu" or device.unified_memory:
-        free = min(reading.free, reading.host_available)
-    else:
-        free = reading.free + context(device)
+    on_host = device.backend == "cpu" or device.unified_memory
+    free = min(reading.free, reading.host_available) if on_host else reading.free + context(device)
     return max(1, min(free, device.memory) - int(constant("free_memory_margin_bytes", device).value))
 
 

@@ -45,8 +45,8 @@ class Peers:
             self._group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(hours=1))
         # torch 2.13 has no public way to the store of a process group that is already initialized. If the function
         # goes, a TCPStore of our own needs one more free port for every job.
-        store = distributed.distributed_c10d._get_default_store()
-        self._store = store.clone()  # a connection of its own: a collective may be blocking the other
+        # A connection of its own: a collective may be blocking the other.
+        self._store = distributed.distributed_c10d._get_default_store().clone()
 
     @property
     def alone(self) -> bool:

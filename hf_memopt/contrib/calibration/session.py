@@ -91,8 +91,7 @@ class Session:
             say: called with a line for each outcome.
         """
         deadline = time.monotonic() + budget
-        done = self.count - len(self.waiting)
-        for number, measurement in enumerate(list(self.waiting), done + 1):
+        for number, measurement in enumerate(list(self.waiting), self.count - len(self.waiting) + 1):
             remaining = deadline - time.monotonic()
             if remaining < min(20, measurement.limit):
                 say(f"the budget is spent: {len(self.waiting)} of {self.count} are left for the next call")

@@ -281,8 +281,7 @@ class Ledger(TorchDispatchMode):
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if device.type == "meta":
             return
-        kind = "logits" if self._is_logits(tensor) else self._kind
-        self._allocate(key, storage.nbytes(), kind)
+        self._allocate(key, storage.nbytes(), "logits" if self._is_logits(tensor) else self._kind)
         self._watched[key] = weakref.ref(storage, lambda _: self._free(key))  # finalize() takes several times as long
 
     def resized(self, tensor: torch.Tensor) -> None:

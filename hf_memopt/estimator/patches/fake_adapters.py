@@ -25,7 +25,13 @@ def traceable_adapters() -> Iterator[None]:
         _MASK.replaced(update_layer=_without_mask(_MASK.original("update_layer"))),
         _SPARSE_DELTA.replaced(get_delta_weight=_shira_delta),
         _SCALES.replaced(_assign_unilora_indices_and_scales=_assign_scales),
-        _DECOMPOSED.replaced(_init_frod_projections=_make_projections, _calculate_frod_u_and_lambda=_decompose),
+        _DECOMPOSED.replaced(
+            _init_frod_projections=_make_projections,
+            _calculate_frod_u_and_lambda=lambda layer, projection, weight: (
+                torch.empty(weight.shape[0], projection.shape[0]),
+                torch.empty(projection.shape[0]),
+            ),
+        ),
         _SPARSE.replaced(_get_frod_tensors=_frod_tensors, _sparse_activation_mm=_sparse_matmul),
     ):
         yield
@@ -165,10 +171,6 @@ def _make_projections(model, config, adapter_name: str) -> None:
             getattr(model, name)[category] = BufferDict({adapter_name: tensor}, persistent=config.save_projection)
 
 
-def _decompose(layer, projection, weight):
-    return torch.empty(weight.shape[0], projection.shape[0]), torch.empty(projection.shape[0])
-
-
 _SPARSE = Part.PEFT.replaces(
     "peft.tuners.frod.layer:Linear._get_frod_tensors(self, adapter)",
     "peft.tuners.frod.layer:Linear._sparse_activation_mm(self, z_flat, S_sparse)",
@@ -190,8 +192,7 @@ def _sparse_matmul(layer, activations, sparse):
     """In 16 bits peft multiplies by the dense matrix, in 32 bits by the sparse one."""
     indices, values, shape = sparse
     if activations.dtype in (torch.float16, torch.bfloat16):
-        dense = _Dense.apply(values, indices, shape)
-        return activations @ dense.t()
+        return activations @ _Dense.apply(values, indices, shape).t()
     return _SparseMatmul.apply(values, indices, activations)
 
 

@@ -358,5 +358,4 @@ def _plain_loss(logits, labels, vocab_size=None, shift_labels=None, **kwargs) ->
 
 
 def _shifted(labels, shift_labels) -> torch.Tensor:
-    target = shifted_labels(labels, shift_labels, IGNORED).reshape(-1)
-    return target != IGNORED
+    return shifted_labels(labels, shift_labels, IGNORED).reshape(-1) != IGNORED

@@ -128,8 +128,7 @@ def _weight_8bit(data, template):
         weight = torch.nn.Parameter(data)
         vars(weight).update(CB=None, SCB=None, has_fp16_weights=True)
         return weight
-    codes = torch.empty(data.shape, dtype=torch.int8)
-    weight = torch.nn.Parameter(codes, requires_grad=False)
+    weight = torch.nn.Parameter(torch.empty(data.shape, dtype=torch.int8), requires_grad=False)
     scales = torch.empty(data.shape[0], dtype=torch.float32)
     vars(weight).update(CB=weight.data, SCB=scales, has_fp16_weights=False)
     return weight

@@ -50,8 +50,7 @@ def check_rollouts(trainer) -> None:
                 f"{name} with {attribute}: {label} are not modelled; estimate it without, with max_completion_length "
                 "as long as everything that follows the prompt"
             )
-    columns = getattr(trainer.train_dataset, "column_names", None) or ()
-    if {"image", "images"} & set(columns):
+    if {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ()):
         raise InputError(f"{name} on images: prompts with images are not modelled; estimate it on their text")
     beams = getattr(getattr(trainer, "generation_config", None), "num_beams", None) or 1
     if beams > 1:

@@ -118,8 +118,7 @@ def repeated_layers(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
         decoder = getattr(inner_model(model), "get_decoder", lambda: None)()
         inside = {id(module) for module in decoder.modules()} if isinstance(decoder, torch.nn.Module) else set()
         text = [layers for layers in text if id(layers[0]) in inside] or text
-    longest = max(map(len, text), default=0)
-    return [layers for layers in text if len(layers) == longest]
+    return [layers for layers in text if len(layers) == max(map(len, text))]
 
 
 def make_phase_callback(ledger: Ledger, trainer):

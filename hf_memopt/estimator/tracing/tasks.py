@@ -54,10 +54,6 @@ def _per_token(batch: Batch) -> dict[str, tuple[int, ...]]:
     return {"labels": (batch.samples, batch.tokens)}
 
 
-def _span(batch: Batch) -> dict[str, tuple[int, ...]]:
-    return {"start_positions": (batch.samples,), "end_positions": (batch.samples,)}
-
-
 def _per_pixel(batch: Batch) -> dict[str, tuple[int, ...]]:
     return {"labels": (batch.samples, *_image_size(batch.config))}
 
@@ -132,7 +128,11 @@ TASKS = {
         adapters="SEQ_CLS",
     ),
     "token-classification": Task("AutoModelForTokenClassification", pipelines=("ner",), adapters="TOKEN_CLS"),
-    "question-answering": Task("AutoModelForQuestionAnswering", _span, adapters="QUESTION_ANS"),
+    "question-answering": Task(
+        "AutoModelForQuestionAnswering",
+        lambda batch: {"start_positions": (batch.samples,), "end_positions": (batch.samples,)},
+        adapters="QUESTION_ANS",
+    ),
     "multiple-choice": Task("AutoModelForMultipleChoice", _per_sample, choices=_CHOICES),
     "next-sentence-prediction": Task("AutoModelForNextSentencePrediction", _per_sample),
     "image-classification": Task("AutoModelForImageClassification", _per_sample),

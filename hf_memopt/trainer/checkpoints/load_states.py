@@ -78,8 +78,7 @@ class SafeLoad:
         with _loading(checkpoint):
             if self.is_distributed_loading_by_transformers:
                 return sharded_states.load_states(self, checkpoint)
-            groups = torch_optimizer(self).param_groups
-            settings = set().union(*groups)
+            settings = set().union(*torch_optimizer(self).param_groups)
             failure = self._load_states(checkpoint)
             # torch's load_state_dict takes over another optimizer's groups without a word.
             if missing := settings - set().union(*torch_optimizer(self).param_groups):

@@ -92,9 +92,8 @@ def _written(func) -> tuple[tuple[int, str], ...]:
 @cache
 def _makes(func) -> bool:
     """True if an operator's results are new memory, not views of its arguments."""
-    if func is torch.ops.aten.lift_fresh.default:  # of torch.tensor(): declared a view, but of new memory
-        return True
-    return all(result.alias_info is None for result in func._schema.returns)
+    lifts = func is torch.ops.aten.lift_fresh.default  # of torch.tensor(): declared a view, but of new memory
+    return lifts or all(result.alias_info is None for result in func._schema.returns)
 
 
 @cache
