@@ -227,9 +227,8 @@ def _said(content: Mapping[str, Any], keys: Keys, error: Exception, choices: Map
         return f"{place}={brief(value)} is unknown: {hint}valid are {', '.join(known)}"
     if str(error).startswith("invalid truth value"):
         return f"{place}={brief(value)} must be true or false"
-    said = f"accelerate refuses it: {one_line(error)}"
-    if not isinstance(error, ValueError | NotImplementedError | RuntimeError):
-        said = f"accelerate cannot read it: {type(error).__name__}: {one_line(error)}"
+    refusal = isinstance(error, ValueError | NotImplementedError | RuntimeError)
+    said = f"accelerate {'refuses it' if refusal else f'cannot read it: {type(error).__name__}'}: {one_line(error)}"
     return f"{place}={brief(value)}: {said}{_quoting(content, keys, value)}"
 
 

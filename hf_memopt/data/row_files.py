@@ -73,9 +73,8 @@ def encoded_rows(paths: tuple[Path, ...], columns: tuple[tuple[str, bool], ...],
 def find_line(path: Path, is_wanted: Callable[[int, Row], bool]) -> int | None:
     """The line of the first row for which is_wanted(row number, row) is true; None where there is none."""
     found = (line for number, (line, row) in enumerate(numbered_rows(path)) if is_wanted(number, row))
-    with contextlib.suppress(
-        InputError
-    ):  # a line that `datasets` accepts and this reader does not: the rest is uncertain
+    # A line that `datasets` accepts and this reader does not: later numbers are uncertain.
+    with contextlib.suppress(InputError):
         return next(found, None)
     return None
 

@@ -180,12 +180,10 @@ def _refused_otherwise(config: Mapping[str, Any], error: Exception) -> Finding:
     order = sorted(places(config), key=lambda place: (place[0][-1] not in words, isinstance(place[1], Mapping)))
     keys = next((keys for keys, _ in order if message not in str(_error(without(config, [keys])))), ())
     refusal = isinstance(error, AssertionError | ValueError) or type(error).__name__ == "DeepSpeedConfigError"
-    said = f"refuses the configuration: {message}"
-    if not refusal:
-        said = f"cannot read the configuration: {type(error).__name__}: {message}"
+    said = "refuses the configuration" if refusal else f"cannot read the configuration: {type(error).__name__}"
     value = value_at(config, keys)
     place = f"{'.'.join(keys)}{'' if isinstance(value, Mapping) else f'={brief(value)}'}: " if keys else ""
-    return Finding(keys, f"{place}DeepSpeed {said}")
+    return Finding(keys, f"{place}DeepSpeed {said}: {message}")
 
 
 def _unknown_types(config: Mapping[str, Any], deepspeed) -> Iterator[Finding]:

@@ -187,9 +187,8 @@ class MemoryMonitor:
             return result.peak_allocated_bytes
 
         settings = read_settings(config)
-        saved = repeat({"memory_savings": None, "not_predicted": "needs a model: pass model=…"})
-        if model is not None:
-            saved = predict_savings(settings, peak)
+        unknown = {"memory_savings": None, "not_predicted": "needs a model: pass model=…"}
+        saved = repeat(unknown) if model is None else predict_savings(settings, peak)
         return {
             name: {"enabled": optimization.is_on(settings), **saving}
             for (name, optimization), saving in zip(OPTIMIZATIONS.items(), saved, strict=False)

@@ -11,7 +11,7 @@ from hf_memopt.estimator.tracing.tasks import EMBEDDINGS, find_task, infer_task
 from hf_memopt.estimator.trl_tasks import TRL_TASKS, model_task
 from hf_memopt.field_values import fit
 from hf_memopt.hardware import Hardware
-from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
+from hf_memopt.hardware.host_memory import assumed_host_memory, own_host_memory
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.devices import resolve_preset, split_count
 from hf_memopt.planner.trl_choices import TrlSpace, trl_space
@@ -75,14 +75,16 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
         raise InputError(f"strategy={preset.strategy} with task={task}: {reason}")
     batch, training = _batch(spec, space)
     _check_memory(spec)
-    limits = (spec.memory or preset.hardware.memory, spec.memory_args.max_memory_bytes)
+    device: Hardware = preset.hardware
+    own = spec.hardware == "auto" and device.discrete_memory
+    limits = (spec.memory or device.memory, spec.memory_args.max_memory_bytes)
     return replace(
         spec,
         world_size=None,  # the preset's processes are they
         quantization=spec.quantization if method == "qlora" else dequantized(spec.config),
         lora=adapted(spec),
         memory=min(filter(None, limits)),
-        host_memory=spec.host_memory or _host_memory(spec),
+        host_memory=spec.host_memory or (own_host_memory(preset.processes) if own else assumed_host_memory(device)),
         seq_len=sample_length(spec, preset.seq_len),
         effective_batch_size=batch,
         training=training,
@@ -107,12 +109,6 @@ def left_open(spec: JobSpec) -> JobSpec:
         memory_args=replace(spec.memory_args, optimizer_in_backward=False),
         effective_batch_size=spec.effective_batch_size or batch[0] * batch[1] * devices or None,
     )
-
-
-def _host_memory(spec: JobSpec) -> HostMemory:
-    if spec.hardware == "auto" and spec.preset.hardware.discrete_memory:
-        return own_host_memory(spec.preset.processes)
-    return assumed_host_memory(spec.preset.hardware)
 
 
 def _check_memory(spec: JobSpec) -> None:

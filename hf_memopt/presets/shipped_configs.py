@@ -57,9 +57,7 @@ def _comment(preset: Preset) -> str:
     devices = f"{preset.processes} × " if preset.processes > 1 else ""
     machines = f" in {preset.machines} machines" if preset.machines > 1 else ""
     engine = {"none": "", "ddp": ", DDP", "fsdp2": ", FSDP2"}.get(preset.strategy, f", DeepSpeed {preset.strategy}")
-    note = ""
-    if preset.deepspeed_config():
-        note = _EMBEDDED.format(file=f"deepspeed/{preset.strategy}.json")
+    note = _EMBEDDED.format(file=f"deepspeed/{preset.strategy}.json") if preset.deepspeed_config() else ""
     if preset.mesh:
         engine, note = f", {preset.strategy}", f"; with the recipe's argument {' '.join(mesh_words(preset.strategy))}"
     return f"{devices}{preset.hardware.label}{machines}{engine}{note}"

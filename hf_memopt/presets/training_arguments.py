@@ -149,9 +149,7 @@ def _batch(preset, world_size: int | None, overrides: dict[str, Any]) -> dict[st
 def _check(preset, values: dict[str, Any]) -> None:
     """Refuse a device that this machine lacks, and combinations that do not work under the launched engine."""
     use_cpu = bool(values.get("use_cpu"))
-    hardware = preset.hardware
-    if not use_cpu:
-        hardware = _present(preset)
+    hardware = preset.hardware if use_cpu else _present(preset)
     engine = resolve_engine(values, mesh=preset.strategy if preset.mesh else None)
     check(
         preset.setup(

@@ -216,22 +216,15 @@ def load_samples(job: Job, processor, length: int) -> tuple[VideoSamples, VideoS
     folder = Path(recipe.media_folder).expanduser() if recipe.media_folder else path.parent if path.is_file() else path
     if recipe.media_folder and not folder.is_dir():
         raise InputError(f"media_folder={recipe.media_folder}: no such folder")
-    encode = Encoder(processor, limits, folder if folder.is_dir() else Path(), _downloads(job), _frame_cache(job))
+    out = Path(job.args.output_dir)
+    downloads = None if recipe.max_download_mib is None else Downloads(out / "downloads", recipe.max_download_mib)
+    cache = None if recipe.frame_cache_gib is None else FrameCache(out / "frame_cache", recipe.frame_cache_gib)
+    encode = Encoder(processor, limits, folder if folder.is_dir() else Path(), downloads, cache)
     with job.args.main_process_first(desc="preparing data"):
         *parts, _ = load_job_rows(job, source, lambda *rows: encode.check, with_media=True)
-    bad = BadVideos(Path(job.args.output_dir) / "bad_videos.txt", recipe.max_bad_videos)
+    bad = BadVideos(out / "bad_videos.txt", recipe.max_bad_videos)
     train, held_out = (rows and VideoSamples(rows, encode, bad, f"{source}: row") for rows in parts)
     return train, held_out
-
-
-def _downloads(job: Job) -> Downloads | None:
-    largest = job.recipe.max_download_mib
-    return None if largest is None else Downloads(Path(job.args.output_dir) / "downloads", largest)
-
-
-def _frame_cache(job: Job) -> FrameCache | None:
-    largest = job.recipe.frame_cache_gib
-    return None if largest is None else FrameCache(Path(job.args.output_dir) / "frame_cache", largest)
 
 
 def largest_sample(samples: VideoSamples) -> dict[str, torch.Tensor]:

@@ -104,9 +104,7 @@ def compare_page(runs: list[Run]) -> str:
     rows = {name: figures(run) for name, run in zip(names, runs, strict=True)}
     keys = [key for key in next(iter(rows.values())) if any(row[key] is not None for row in rows.values())]
     logged = {name: run.readings for name, run in zip(names, runs, strict=True) if run.readings}
-    chart = None
-    if logged:
-        chart = charts.both(lambda axes, narrow: charts.compared(axes, narrow, logged), "runs")
+    chart = charts.both(lambda axes, narrow: charts.compared(axes, narrow, logged), "runs") if logged else None
     return render_page(
         "runs",
         names=names,

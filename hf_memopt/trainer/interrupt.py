@@ -87,9 +87,8 @@ def interruptible(trainer: "MemoryTrainer") -> Iterator["_StopAtStepEnd"]:
 
 @contextlib.contextmanager
 def _handled(handler) -> Iterator[None]:
-    replaced = []
-    if threading.current_thread() is threading.main_thread():
-        replaced = [number for number, usual in _REPLACED.items() if signal.getsignal(number) is usual]
+    numbers = _REPLACED if threading.current_thread() is threading.main_thread() else {}
+    replaced = [number for number, usual in numbers.items() if signal.getsignal(number) is usual]
     before = {number: signal.signal(number, handler) for number in replaced}
     try:
         yield

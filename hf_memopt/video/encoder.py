@@ -172,9 +172,8 @@ class Encoder:
         tokens = len(sample["input_ids"])
         if length is None or tokens <= length:
             return sample
-        media_end = 0
-        if media_tokens:
-            media_end = int(self._token_types(sample["input_ids"].tolist()).nonzero().max()) + 1
+        types = self._token_types(sample["input_ids"].tolist())
+        media_end = int(types.nonzero().max()) + 1 if media_tokens else 0
         if media_end > length or not (sample["labels"][:length] != IGNORED).any():
             raise InputError(
                 f"{where}: its prompt leaves no tokens for an answer within max_length={length} (the whole row takes "

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hf_memopt.errors import InputError, as_input_error, brief
 from hf_memopt.estimator.private_names import Part, check
 from hf_memopt.estimator.tracing.fake_quantization import is_quantized, quantize, traceable_dtype
@@ -114,7 +116,6 @@ def adapters_for(settings: ModelSettings, model):
 
 
 def _from_config(settings: ModelSettings, distribute: Callable | None):
-    import torch
     import transformers
 
     auto = getattr(transformers, TASKS[settings.task].auto_class)
@@ -174,8 +175,6 @@ def resolve_dtype(config, dtype: str = "auto") -> str:
 
     from_pretrained itself would then look into the weights, which are not here.
     """
-    import torch
-
     if dtype != "auto":
         named = str(dtype).removeprefix("torch.")  # from_pretrained takes torch.bfloat16, too
         if not getattr(getattr(torch, named, None), "is_floating_point", False):
@@ -187,7 +186,6 @@ def resolve_dtype(config, dtype: str = "auto") -> str:
 
 def supports_checkpointing(config, task: str) -> bool:
     """True if the model's class has activation checkpointing: XLNet's has not, and the Trainer refuses it there."""
-    import torch
 
     def build() -> bool:
         with torch.device("meta"), outside_zero3():
@@ -199,8 +197,6 @@ def supports_checkpointing(config, task: str) -> bool:
 
 def has_table(config, task: str, positions: int) -> bool:
     """True if the model looks positions up in a table of that many rows, or of two more as OPT's and RoBERTa's."""
-    import torch
-
     with torch.device("meta"), outside_zero3():
         model = make_model(ModelSettings(config=config, task=task))
     tensors = itertools.chain(model.parameters(), model.buffers())
@@ -214,7 +210,6 @@ def count_weights(config, task: str, dtype: str = "auto", peft_config=None) -> i
 
 def weight_sizes(config, task: str, dtype: str = "auto", peft_config=None) -> list[int]:
     """The number of elements of each weight, in the model's order; with adapters of the trained ones."""
-    import torch
 
     def build() -> list[int]:
         # Adapters make tensors from values, which the meta device does not have. Nothing is initialized then: SigLIP

@@ -240,9 +240,7 @@ def batch_shapes(task: str, config, micro_batch: int, seq_len: int, padded: bool
             f"{kind.__name__} takes {main}: {_UNKNOWN_INPUTS[main]}, which estimate() does not make; "
             "estimate_trainer() and dry-run take the batches of your own data"
         )
-    shapes = {}
-    if main in _OTHER_INPUTS:
-        shapes = {main: (_OTHER_INPUTS[main](batch), torch.float32)}
+    shapes = {main: (_OTHER_INPUTS[main](batch), torch.float32)} if main in _OTHER_INPUTS else {}
     if main not in _OTHER_INPUTS or (task == "image-text-to-text" and "input_ids" in takes):
         tokens = (micro_batch, *((row.choices,) if row.choices > 1 else ()), seq_len)
         present = {"input_ids": True, "attention_mask": padded, "position_ids": packed}

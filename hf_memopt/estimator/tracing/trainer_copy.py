@@ -121,10 +121,8 @@ class TrainerCopy:
             return self._copy_container(value)
         elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             copied = rebind(value, self._memo)
-        elif _is_users_own(value):
-            return self._copy_object(value)
         else:
-            return value
+            return self._copy_object(value) if _is_users_own(value) else value
         self._memo[id(value)] = copied
         return copied
 
