@@ -127,7 +127,7 @@ def test_a_kind_of_settings_is_left_out_by_the_variant_that_lost(searched, monke
     lost = max(compressed, key=search.seconds.get)
     monkeypatch.setattr(search, "choices", [lost, *search.choices])
     assert lost != min(compressed, key=search.seconds.get)
-    reasons = {rejected.settings: rejected.reason for rejected in left_out(spec, search, [chosen])}
+    reasons = {rejected.settings: rejected.reason for rejected in left_out(search, spec.memory_budget, [chosen])}
     assert f"take {search.seconds[lost] / search.seconds[chosen]:.2f} ×" in reasons["8-bit activations"]
 
 
@@ -141,7 +141,7 @@ def test_an_alternative_is_the_one_that_would_be_planned(searched, monkeypatch):
     plain = [choice for choice in search.choices if search.is_plain(choice) and choice.checkpointed == 1]
     preferred = max(plain, key=search.seconds.get)
     monkeypatch.setattr(search, "choices", [preferred, *search.choices])
-    assert plain_alternative(spec, search, profile).settings == summarize(preferred)
+    assert plain_alternative(search, profile, spec.memory).settings == summarize(preferred)
     profile.preset = get_preset("rtx_3060", "lora")
     assert method_alternative(spec, search, profile).settings == summarize(preferred)
 

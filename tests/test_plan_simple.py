@@ -128,7 +128,7 @@ def test_profiles_and_the_plain_alternative_agree_with_the_estimates_that_are_sh
         assert search.relative_time(plain, fast) == 0.5
         profile = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(spec.preset), tokens_per_second=100.0)
         search.fits = lambda choice, budget: choice == plain
-        assert plain_alternative(spec, search, profile).tokens_per_second == 200
+        assert plain_alternative(search, profile, spec.memory).tokens_per_second == 200
     finally:
         search.estimates = before
         del search.fits
@@ -140,11 +140,11 @@ def test_the_plain_alternative_is_named_with_what_it_loses(spec_and_search):
     profile = SimpleNamespace(share=0.9, choice=fast, preset=fast.configured(spec.preset))
     profile.seconds = search.seconds[fast]
     profile.tokens_per_second = spec.effective_batch_size * spec.seq_len / profile.seconds
-    alternative = plain_alternative(spec, search, profile)
+    alternative = plain_alternative(search, profile, spec.memory)
     assert "all layers checkpointed" in alternative.settings and "host" not in alternative.settings
     assert alternative.fits and alternative.relative_time > 1
     profile.choice = next(one for one in search.choices if search.is_plain(one) and one.checkpointed == 1)
-    assert plain_alternative(spec, search, profile) is None
+    assert plain_alternative(search, profile, spec.memory) is None
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_reasons_for_what_was_left_out_agree_with_what_was_chosen(spec_and_searc
     spec, search = spec_and_search
     slowest = max((one for one in search.choices if one.offloads), key=search.seconds.get)
     for chosen in (slowest, next(one for one in search.choices if search.is_plain(one))):
-        for rejected in left_out(spec, search, [chosen]):
+        for rejected in left_out(search, spec.memory_budget, [chosen]):
             if chosen.offloads:  # "too small a gain for depending on the host" beside a choice that depends on it
                 assert "depending on host" not in rejected.reason, rejected
             if "too small a gain" in rejected.reason:
@@ -203,10 +203,9 @@ def test_what_lacks_host_memory_is_left_out_for_that(spec_and_search):
     spec, search = spec_and_search
     nothing = HostMemory(1, "a box without memory", assumed=False)
     short = Search(list(search.choices), search.sketch, None, None, nothing)
-    spec = replace(spec, host_memory=nothing)
     assert short.short_of_host and not any(choice.offloads for choice in short.choices)
     plain = next(one for one in short.choices if short.is_plain(one))
-    reasons = {rejected.settings: rejected.reason for rejected in left_out(spec, short, [plain])}
+    reasons = {rejected.settings: rejected.reason for rejected in left_out(short, spec.memory_budget, [plain])}
     assert "of host memory for each process" in reasons["activations in host memory"]
 
 

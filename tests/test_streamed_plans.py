@@ -104,14 +104,15 @@ def test_what_is_missing_is_host_memory():
         needs=lambda choice: 8 * GIB,
         host_bytes=host.get,
         estimates=found,
+        host_memory=HostMemory(16 * GIB, "a small box"),
         estimate=lambda new: found.update({new[0]: Estimate(0, 0, 9 * GIB, 21 * GIB, "load", {}, {}, 0, {}, ())}),
     )
-    spec = SimpleNamespace(memory_budget=10 * GIB, host_memory=HostMemory(16 * GIB, "a small box"))
+    spec = SimpleNamespace(memory_budget=10 * GIB)
     said = "needs about 20.00 GiB of host memory, of 16.00 GiB (a small box; --host-memory sets the limit)"
-    assert what_lacks(spec, search) == said
+    assert what_lacks(search, 10 * GIB) == said
     assert with_host_memory(spec, search).text.startswith("--host-memory 21 (") and list(found) == [some]
     spec.memory_budget = 7 * GIB
-    assert what_lacks(spec, search) == "needs about 8.00 GiB with weights in host memory, of 7.00 GiB"
+    assert what_lacks(search, 7 * GIB) == "needs about 8.00 GiB with weights in host memory, of 7.00 GiB"
     assert with_host_memory(spec, search) is None
 
 

@@ -57,16 +57,20 @@ class Alternative:
         }
 
 
-def plain_alternative(spec, search: Search, profile) -> Alternative | None:
+def plain_alternative(search: Search, profile, memory: int) -> Alternative | None:
     """The preferred settings with every layer checkpointed and without host memory and rounding; of those that do not
-    fit, the smallest. None where the profile itself is so, and where the user's settings leave none."""
+    fit, the smallest. None where the profile itself is so, and where the user's settings leave none.
+
+    Args:
+        memory: bytes of each device, of which the profile has a share.
+    """
     plain = [choice for choice in search.choices if search.is_plain(choice) and choice.checkpointed == 1.0]
-    budget = int(spec.memory * profile.share)
+    budget = int(memory * profile.share)
     fitting = [choice for choice in plain if search.fits(choice, budget)]
     if not plain or profile.choice in plain:
         return None
     best = fitting[0] if fitting else min(plain, key=search.needs)
-    return _alternative(spec, search, best, bool(fitting), profile)
+    return _alternative(profile.preset.method, search, best, bool(fitting), profile)
 
 
 def method_alternative(spec, search: Search | None, profile) -> Alternative | None:
@@ -79,17 +83,17 @@ def method_alternative(spec, search: Search | None, profile) -> Alternative | No
     if search is None:
         return None
     if spec.preset.method == profile.preset.method:
-        return _alternative(spec, search, profile.choice, True, profile)
+        return _alternative(spec.preset.method, search, profile.choice, True, profile)
     budget = int(spec.memory * profile.share / search.caution)
     best = search.first(budget, search.is_plain) or search.sketched(budget)
-    return best and _alternative(spec, search, best, True, profile)
+    return best and _alternative(spec.preset.method, search, best, True, profile)
 
 
-def _alternative(spec, search: Search, choice: Choice, fits: bool, profile) -> Alternative:
-    same = spec.preset.method == profile.preset.method  # else for the same step
+def _alternative(method: str, search: Search, choice: Choice, fits: bool, profile) -> Alternative:
+    same = method == profile.preset.method  # else for the same step
     relative_time = search.relative_time(choice, profile.choice) if same else search.seconds[choice] / profile.seconds
     return Alternative(
-        method=spec.preset.method,
+        method=method,
         settings=summarize(choice),
         device_bytes=int(search.needs(choice) * search.caution),
         estimated=bool(search.estimates.get(choice)),
@@ -99,17 +103,21 @@ def _alternative(spec, search: Search, choice: Choice, fits: bool, profile) -> A
     )
 
 
-def left_out(spec, search: Search, chosen: list[Choice]) -> Iterator[Rejected]:
-    """Kinds of settings that are faster than what was chosen, or simpler, and what they would need."""
+def left_out(search: Search, budget: int, chosen: list[Choice]) -> Iterator[Rejected]:
+    """Kinds of settings that are faster than what was chosen, or simpler, and what they would need.
+
+    Args:
+        budget: bytes of each device.
+    """
     families: dict[str, list[Choice]] = {}
     for choice in (*search.choices, *search.short_of_host):
         for family in _families(choice):
             families.setdefault(family, []).append(choice)
     for family, members in families.items():
         if not any(choice in members for choice in chosen):
-            fitting = [choice for choice in members if search.fits(choice, spec.memory_budget)]
+            fitting = [choice for choice in members if search.fits(choice, budget)]
             if not fitting:
-                yield Rejected(family, _lacking(spec, search, members))
+                yield Rejected(family, _lacking(search, budget, members))
                 continue
             best = fitting[0]  # the preferred variant, not the fastest with more features
             fastest = min(chosen, key=search.seconds.__getitem__)
@@ -117,15 +125,14 @@ def left_out(spec, search: Search, chosen: list[Choice]) -> Iterator[Rejected]:
             yield Rejected(family, _comparison(relative_time, best, fastest), slower=relative_time >= 1)
 
 
-def _lacking(spec, search: Search, members: list[Choice]) -> str:
+def _lacking(search: Search, budget: int, members: list[Choice]) -> str:
     """The memory that settings lack, of the device or else of the host."""
-    budget = spec.memory_budget
     smallest = min(members, key=search.needs)
     about = "" if search.estimates.get(smallest) else "about "
     if search.needs(smallest) > budget:
         return f"needs at least {about}{gib(int(search.needs(smallest)))}, of {gib(budget)}"
     smallest = min((choice for choice in members if search.needs(choice) <= budget), key=search.host_bytes)
-    host = spec.host_memory
+    host = search.host_memory
     return (
         f"needs about {gib(search.host_bytes(smallest))} of host memory for each process, of {gib(host.bytes)} "
         f"({host.source}; --host-memory sets the limit)"

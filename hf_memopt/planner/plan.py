@@ -211,7 +211,7 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     result = _make_plan(spec, search, best.profiles, rejected)
     alternatives = _methods(request, methods, searches, result.usual, say) if len(methods) > 1 else []
     adapted = None if spec.lora == request.lora else "adapters are those of attention: none can train experts in FP8"
-    plain = plain_alternative(spec, search, result.usual)
+    plain = plain_alternative(search, result.usual, spec.memory)
     return replace(result, plain=plain, methods=alternatives, precision=adapted)
 
 
@@ -232,7 +232,7 @@ def _fallback(request: JobSpec, searches: dict, rejected: list[Rejected], say) -
 def _make_plan(spec: JobSpec, search: Search, profiles: list[Profile], rejected: list[Rejected]) -> Plan:
     """A plan with profiles, and why it has no others."""
     result = Plan(spec, profiles, [*rejected, *_safe_left_out(profiles)])
-    result.rejected.extend(left_out(spec, search, [profile.choice for profile in profiles]))
+    result.rejected.extend(left_out(search, spec.memory_budget, [profile.choice for profile in profiles]))
     if spec.tool is None and (space := trl_space(spec)) is not None:
         result.rejected.extend(Rejected(field, reason) for field, reason in space.left_out())
     return replace(result, link=search.cost.link_bound(result.usual.choice))
@@ -249,10 +249,10 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[Proposal],
     specs = [spec for spec, _ in searches.values() if spec.tool is None or STREAMED in spec.tool.features]
     specs = filter(None, map(streaming_spec, specs))
     tried = [(spec, lacks_memory(spec)) for spec in specs]
-    resident += [Rejected(_streamed_method(spec), reason) for spec, reason in tried if reason]
+    resident += [Rejected(_streamed_method(spec.preset.method), reason) for spec, reason in tried if reason]
     for spec, reason in sorted(tried, key=lambda pair: bool(pair[1])):  # what lacks memory only to say how much
         if reason and nearest:
-            rejected.append(Rejected(_streamed_method(spec), reason))
+            rejected.append(Rejected(_streamed_method(spec.preset.method), reason))
             continue
         try:
             search = start_search(spec, say)
@@ -262,15 +262,15 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[Proposal],
             continue
         if profiles := _profiles(spec, search):
             return _make_plan(spec, search, profiles, resident)
-        lacking = Rejected(_streamed_method(spec), what_lacks(spec, search))
+        lacking = Rejected(_streamed_method(spec.preset.method), what_lacks(search, spec.memory_budget))
         rejected.append(lacking)
         resident.append(lacking)
         nearest += filter(None, [with_host_memory(spec, search)])
     return None
 
 
-def _streamed_method(spec: JobSpec) -> str:
-    return f"{_METHODS[spec.preset.method]}, weights streamed"
+def _streamed_method(method: str) -> str:
+    return f"{_METHODS[method]}, weights streamed"
 
 
 def _numbered(say: Callable[[str], None], method: str, methods: tuple[str, ...]) -> Callable[[str], None]:

@@ -76,12 +76,12 @@ def lacks_memory(spec: JobSpec) -> str:
     )
 
 
-def what_lacks(spec: JobSpec, search: Search) -> str:
-    """The reason that nothing fits a spec with streamed weights."""
-    fitting, host = _fitting(spec, search), spec.host_memory
+def what_lacks(search: Search, budget: int) -> str:
+    """The reason that nothing fits with streamed weights."""
+    fitting, host = _fitting(search, budget), search.host_memory
     if not fitting or host is None:
         needs = int(min(map(search.needs, (*search.choices, *search.short_of_host))))
-        return f"needs about {gib(needs)} with weights in host memory, of {gib(spec.memory_budget)}"
+        return f"needs about {gib(needs)} with weights in host memory, of {gib(budget)}"
     return (
         f"needs about {gib(search.host_bytes(fitting[0]))} of host memory, of {gib(host.bytes)} ({host.source}; "
         "--host-memory sets the limit)"
@@ -90,7 +90,7 @@ def what_lacks(spec: JobSpec, search: Search) -> str:
 
 def with_host_memory(spec: JobSpec, search: Search) -> Proposal | None:
     """The limit of host memory with which a spec with streamed weights fits; None for none."""
-    shares = {choice.streamed: choice for choice in reversed(_fitting(spec, search))}
+    shares = {choice.streamed: choice for choice in reversed(_fitting(search, spec.memory_budget))}
     for choice in sorted(shares.values(), key=search.host_bytes)[:_TRIES]:
         search.estimate([choice])
         estimate = search.estimates[choice]
@@ -100,8 +100,8 @@ def with_host_memory(spec: JobSpec, search: Search) -> Proposal | None:
     return None
 
 
-def _fitting(spec: JobSpec, search: Search) -> list:
+def _fitting(search: Search, budget: int) -> list:
     """Choices that fit the device by their sketches and lack host memory, from the one that needs the least of it."""
-    fitting = [choice for choice in search.short_of_host if search.needs(choice) <= spec.memory_budget]
+    fitting = [choice for choice in search.short_of_host if search.needs(choice) <= budget]
     # Of larger micro-batches sketches say too little, and what is proposed must be sure to fit.
     return sorted(fitting, key=lambda c: (search.host_bytes(c), c.approximations, search.needs(c)))
