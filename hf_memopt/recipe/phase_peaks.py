@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from hf_memopt.recipe.prediction import PeakBatch
@@ -33,8 +34,6 @@ class PhasePeaks(TrainerCallback):
         self._phase, self._before, self._last_step = "start", 0, 0
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        import torch
-
         if not args.torch_compile:  # a hook would break the graph
             self._hooks = [
                 model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
@@ -113,8 +112,6 @@ class PhasePeaks(TrainerCallback):
             self._note_batch(self._ledger_peak())
             self._ledger.begin(phase, "other")
         if self._device is not None:
-            import torch
-
             peak = torch.cuda.max_memory_allocated(self._device)
             if peak > self._before and self._phase not in ("start", "between"):
                 self.phases[self._phase] = peak
@@ -139,7 +136,6 @@ def _model_inputs(kwargs: dict[str, Any]) -> dict[str, Any] | None:
     Of token ids and masks of tokens their values are kept, which are small; pixels and masks of pixels would add to
     what is measured.
     """
-    import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
     if not isinstance(kwargs.get("input_ids"), torch.Tensor) or any(

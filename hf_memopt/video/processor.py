@@ -47,7 +47,6 @@ def _load(name: str, config, trust_remote_code: bool):
 
 def _load_without_torchvision(name: str, config, trust_remote_code: bool):
     import transformers
-    from transformers import AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     model_type = config.model_type
@@ -56,9 +55,9 @@ def _load_without_torchvision(name: str, config, trust_remote_code: bool):
     processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
     nested = (*processor_class.get_attributes(), "processor_class", "auto_map", "chat_template")
     fields = {key: value for key, value in (read_json(name, _FILES[0]) or {}).items() if key not in nested}
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     parts = {
-        "image_processor": AutoImageProcessor.from_pretrained(
+        "image_processor": transformers.AutoImageProcessor.from_pretrained(
             name, backend="pil", trust_remote_code=trust_remote_code
         ),
         "tokenizer": tokenizer,
