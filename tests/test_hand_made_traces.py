@@ -82,7 +82,9 @@ def made(name: str, **more) -> tuple[JobSpec, Search]:
     jobs = baseline_jobs(spec, choices)
     traces = [trace(number) for number in range(4)]
     sketch = make_sketch(jobs, traces if len(jobs) == 4 else traces[:2])
-    return spec, Search(choices, sketch, lambda choice: choice_job(spec, choice), lambda text: None, spec.host_memory)
+    return spec, Search(
+        choices, sketch, lambda choice: choice_job(spec, choice), lambda text: None, host_memory=spec.host_memory
+    )
 
 
 @pytest.mark.drawn(5)
@@ -137,7 +139,9 @@ def test_what_is_estimated_and_picked_for_every_budget(name, monkeypatch):
     budgets = [sizes[len(sizes) * part // 8] for part in (0, 1, 4, 6)]
     for host, budget in [*itertools.product(["any"], budgets), *itertools.product(list(HOSTS)[1:], budgets[1:2])]:
         known = search.sketch_bytes.copy()
-        new = Search(choices, sketch, lambda choice: choice, lambda text: None, HOSTS[host], sketch_bytes=known)
+        new = Search(
+            choices, sketch, lambda choice: choice, lambda text: None, host_memory=HOSTS[host], sketch_bytes=known
+        )
         quick = new.sketched(budget)
         picks = new.fastest_for([int(budget * share) for share in (0.9, 1.0, 1.1, 1.4)])
         smallest = new.smallest()

@@ -202,7 +202,7 @@ def test_what_lacks_host_memory_is_left_out_for_that(spec_and_search):
     """Not because it were too slow: it was never a choice."""
     spec, search = spec_and_search
     nothing = HostMemory(1, "a box without memory", assumed=False)
-    short = Search(list(search.choices), search.sketch, None, None, nothing)
+    short = Search(list(search.choices), search.sketch, None, None, host_memory=nothing)
     assert short.short_of_host and not any(choice.offloads for choice in short.choices)
     plain = next(one for one in short.choices if short.is_plain(one))
     reasons = {rejected.settings: rejected.reason for rejected in left_out(short, spec.memory_budget, [plain])}

@@ -11,6 +11,8 @@ from hf_memopt import InputError, plan, which_card
 from hf_memopt.cli.app import app
 from hf_memopt.cli.cards import CardOptions, _print_answer
 from hf_memopt.hardware.catalog import catalog
+from hf_memopt.hardware.measured import constant
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner import cards
 from hf_memopt.planner.card_fits import BALANCED, SHARES, CardChoice, Fit
@@ -283,3 +285,20 @@ def test_amounts_have_the_currency_of_the_file_or_none(line, columns, tmp_path):
 
     (tmp_path / "prices.toml").write_text(f"{line}\nt4 = 0.2\n")
     assert _price_columns(read_prices(str(tmp_path / "prices.toml")).currency) == columns
+
+
+def test_an_estimate_counts_for_the_cards_whose_bytes_it_has():
+    """What it exceeds its sketch by counts for all cards that compute alike."""
+    spec = JobSpec(model=config(), config=config(), method="lora", seq_len=64, effective_batch_size=4)
+    market = cards._Market(spec, lambda text: None)
+    made, same, alike, other = (
+        market.candidate(catalog()[name], 1, "lora").search for name in ("rtx_4090", "rtx_4080", "h100_80gb", "mi300x")
+    )
+    choice = next(choice for choice in made.choices if choice in other.choices and choice in alike.choices)
+    made.estimate([choice])
+    assert [[*search.estimates] for search in (made, same, alike, other)] == [[choice], [choice], [], []]
+    assert made.sketch_errors and made.sketch_errors == alike.sketch_errors and not other.sketch_errors
+    assert alike.needs(choice) - made.needs(choice) == constant("context_bytes", alike.sketch.job.device).value - (
+        constant("context_bytes", made.sketch.job.device).value
+    )
+    assert not any(search.quick for search in (made, same, alike, other))

@@ -152,10 +152,10 @@ class _Market:
             sketch,
             partial(choice_job, spec),
             self.say,
-            spec.host_memory,
-            group.estimates,
-            group.sketch_bytes,
-            group.sketch_errors,
+            host_memory=spec.host_memory,
+            estimates=group.estimates,
+            sketch_bytes=group.sketch_bytes,
+            sketch_errors=group.sketch_errors,
         )
         return _Candidate(spec, search) if search.choices else None
 

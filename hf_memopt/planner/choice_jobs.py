@@ -101,4 +101,6 @@ def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = Fal
                 f"use_vllm=true: vLLM's copy of the weights takes {gib(weights)}, too much beside training on "
                 f"{spec.preset.hardware.label}: use vllm_mode=server, or vllm_tensor_parallel_size"
             )
-    return Search(choices, sketch, lambda choice: choice_job(spec, choice), say, spec.host_memory, quick=spec.quick)
+    return Search(
+        choices, sketch, lambda choice: choice_job(spec, choice), say, host_memory=spec.host_memory, quick=spec.quick
+    )

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_jobs
@@ -44,6 +44,7 @@ class Search:
     sketch: Sketch
     build: Callable[[Choice], Job]
     say: Callable[[str], None]
+    _: KW_ONLY
     host_memory: HostMemory | None = None
     quick: bool = False
     estimates: dict[Choice, Estimate | None] = field(default_factory=dict)
