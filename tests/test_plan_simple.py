@@ -168,7 +168,6 @@ def test_the_kinds_of_settings_that_a_choice_is_of(more, families):
 @pytest.mark.parametrize(("method", "relative_time"), [("full", 2.0), ("lora", 1.5)])
 def test_an_alternative_is_compared_by_estimates_of_its_own_method(method, relative_time):
     choice = Choice("none", 1, 1, 0.0, "adamw_torch", "bfloat16")
-    spec = SimpleNamespace(preset=SimpleNamespace(method="full"))
     search = SimpleNamespace(
         seconds={choice: 3.0},
         relative_time=lambda choice, other: 2.0,
@@ -177,7 +176,7 @@ def test_an_alternative_is_compared_by_estimates_of_its_own_method(method, relat
         estimates={},
     )
     profile = SimpleNamespace(preset=SimpleNamespace(method=method), choice=choice, seconds=2.0, tokens_per_second=300)
-    found = alternatives._alternative(spec, search, choice, True, profile)
+    found = alternatives._alternative("full", search, choice, True, profile)
     assert (found.relative_time, found.tokens_per_second) == (relative_time, 300 / relative_time)
     assert (found.method, found.device_bytes, found.estimated) == ("full", 1100, False)
 

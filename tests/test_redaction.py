@@ -122,6 +122,7 @@ def test_a_run_leaves_no_secret(tmp_path, monkeypatch, capsys):
     events = [RECOVERED | {"message": f"out of memory, api_key={SECRET}"}]
     state = SimpleNamespace(global_step=1, log_history=[])
     trainer = SimpleNamespace(state=state, memory_events=events, train_dataset=[], data_wait_share=0.25)
+    trainer.later_steps = (0, 0, 0.0)
     summary.finish(job, trainer, {}, None, SimpleNamespace(bytes=0, phases={}, batch=None))
     append(str(tmp_path), events[0])
     written = {file.name: file.read_text() for file in tmp_path.iterdir()}

@@ -331,6 +331,7 @@ def test_every_row_is_multiplied_with_one_experts_weight():
 @pytest.mark.parametrize(("tokens", "rate"), [(100, 100 * 3 * 2 / 4.0), (None, None)])
 def test_a_step_has_the_tokens_of_all_its_micro_batches_and_devices(tokens, rate, monkeypatch):
     monkeypatch.setattr("hf_memopt.estimator.throughput.job_kind", lambda job: DENSE)
+    monkeypatch.setattr("hf_memopt.estimator.throughput.speed_setup", lambda job, kind: kind)
     device, fields = get_hardware("a100_80gb"), {"gradient_accumulation_steps": 3}
     job = SimpleNamespace(micro_batch_tokens=tokens, fields=fields, world_size=2, device=device)
     found = Throughput.of(job, 4.0, 0.5, 1.0)

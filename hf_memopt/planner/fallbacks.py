@@ -30,13 +30,14 @@ class Fallback:
     Attributes:
         spec: settled.
         trying: what is said before it is tried.
-        without: what the settings that do not fit have, in words that follow a method's.
+        named, without: what this job has and what the settings that do not fit have, in words that follow a method's.
         change: what it changes of the numbers, as a sentence; None where it changes nothing.
     """
 
     spec: JobSpec
     trying: str
-    without: str = ""
+    named: str
+    without: str
     change: str | None = None
 
 
@@ -65,6 +66,7 @@ def _offloaded(spec: JobSpec) -> Iterator[Fallback]:
         yield Fallback(
             spec=replace(spec, preset=with_strategy(preset, ZERO_OFFLOAD)),
             trying="nothing fits on the device alone: trying DeepSpeed with one process, which uses host memory",
+            named=" with DeepSpeed's offload",
             without=" without DeepSpeed's offload",
         )
 
@@ -79,6 +81,7 @@ def _in_bf16(request: JobSpec, spec: JobSpec) -> Iterator[Fallback]:
         yield Fallback(
             spec=settle(replace(request, dtype="bfloat16"), "full"),
             trying="nothing fits with float32 weights: trying bfloat16",
+            named=" with bfloat16 weights",
             without=" with float32 weights",
             change=f"weights are loaded in bfloat16, as float32 ones do not fit: {BF16_WEIGHTS.effect}",
         )
@@ -101,6 +104,7 @@ def _quantized_experts(spec: JobSpec) -> Iterator[Fallback]:
             lora=spec.lora if own else {**spec.lora, "target_modules": attention},
         ),
         trying="nothing fits with experts in 16 bits: trying 4 bits",
+        named=" with experts in 4 bits",
         without=" with experts in 16 bits",
         change=f"experts are quantized to 4 bits (quantized_experts), as they do not fit in 16{adapted}",
     )

@@ -13,7 +13,7 @@ from hf_memopt.levers.arguments import PLAN_PROFILES, THRESHOLDS, MemoryArgument
 from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choice_jobs import start_search
 from hf_memopt.planner.choices import Choice, memory_arguments
-from hf_memopt.planner.fallbacks import fallbacks
+from hf_memopt.planner.fallbacks import Fallback, fallbacks
 from hf_memopt.planner.nearest import nearest_changes
 from hf_memopt.planner.profiles import Plan, Profile
 from hf_memopt.planner.proposals import Proposal, set_words
@@ -198,13 +198,19 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     if not searches:
         raise refused[0]
     if not plans:
-        if instead := _fallback(request, searches, rejected, say):
+        tried: list[tuple[Fallback, Search]] = []
+        if instead := _fallback(request, searches, rejected, tried, say):
             return instead
         nearest: list[Proposal] = []
-        if not request.quick and (streamed := _streamed(searches, rejected, nearest, say)):
-            return streamed
+        changed = ((fallback.change, {fallback.named: (fallback.spec, search)}) for fallback, search in tried)
+        for change, those in () if request.quick else ((None, searches), *changed):
+            if streamed := _streamed(those, rejected, nearest, say):
+                return replace(streamed, precision=change)
         method = [*searches][-1]
-        return _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods), last)
+        plan = _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods), last)
+        lacking = [int(search.needs(search.smallest())) - fallback.spec.memory_budget for fallback, search in tried]
+        least = min((lacks for lacks in (plan.missing_bytes or 0, *lacking) if lacks > 0), default=None)
+        return replace(plan, missing_bytes=least)
     # Of methods whose usual profiles use host memory, one that has a safe profile without it.
     best = min(plans, key=lambda made: (bool(made.usual.choice.offloads), bool(made.profiles[0].choice.offloads)))
     spec, search = searches[best.spec.preset.method]
@@ -215,8 +221,12 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     return replace(result, plain=plain, methods=alternatives, precision=adapted)
 
 
-def _fallback(request: JobSpec, searches: dict, rejected: list[Rejected], say) -> Plan | None:
-    """The plan of the first fallback that fits; None where none does."""
+def _fallback(request: JobSpec, searches: dict, rejected: list[Rejected], tried: list, say) -> Plan | None:
+    """The plan of the first fallback that fits; None where none does.
+
+    Args:
+        rejected, tried: get those that do not.
+    """
     for fallback in fallbacks(request, {method: spec for method, (spec, _) in searches.items()}):
         say(fallback.trying)
         try:
@@ -226,6 +236,11 @@ def _fallback(request: JobSpec, searches: dict, rejected: list[Rejected], say) -
         if profiles := _profiles(fallback.spec, search):
             rejected = [replace(reason, settings=f"{reason.settings}{fallback.without}") for reason in rejected]
             return replace(_make_plan(fallback.spec, search, profiles, rejected), precision=fallback.change)
+        if search and fallback.spec.preset.method == "qlora" and (smallest := search.smallest()):
+            reason = _too_large(fallback.spec, search, smallest)
+            needs = reason.reason.removeprefix(f"{reason.settings} ")
+            rejected.append(Rejected(f"{reason.settings}{fallback.named}", needs))
+            tried.append((fallback, search))
     return None
 
 

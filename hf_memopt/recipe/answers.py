@@ -51,7 +51,8 @@ def load_answers(job: Job, tokenizer):
 
     def judge(source: str, rows, form: str) -> Judge:
         nonlocal kind
-        return answer_judge(form, find_answer_kind(rows, form), tokenizer)
+        kind = find_answer_kind(rows, form)
+        return answer_judge(form, kind, tokenizer)
 
     with job.args.main_process_first(desc="preparing data"):
         train, held_out, form = load_job_rows(job, source, judge)

@@ -166,7 +166,7 @@ def test_plans_count_with_its_rates_and_name_them():
     rate = CONSTANTS["bandwidth_bytes_per_second"] * bandwidth / assumed("copy_efficiency", card).value
     computing = 1e13 * (1 / 1.4e14 - 3 / 8192 / rate)
     assert kernel_seconds(traced.kernels, card)[0] == pytest.approx(1.3 * 2 * (computing + 1e8 / rate))
-    estimate = SimpleNamespace(step_seconds=1.0, speed_kind="dense models")
+    estimate = SimpleNamespace(step_seconds=1.0, speed_kind="dense models", own_runs=None)
     profile = SimpleNamespace(name="balanced", choice=None, estimate=estimate)
     notes = " ".join(Plan(spec, [profile], []).notes)
     assert "matmuls, 16 bits 140.0 TFLOP/s" in notes and "host to device 24.0 GB/s" in notes
