@@ -1,6 +1,7 @@
 """Plans where nothing fits: offload on one device, bf16 weights, experts in 4 bits; and updates in backward."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from transformers import DeepseekV3Config
@@ -9,6 +10,7 @@ from hf_memopt import plan
 from hf_memopt.engines import engine_named
 from hf_memopt.errors import InputError, MethodRefused
 from hf_memopt.estimator.accounting.ledger import Peak
+from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.overheads import paged_on_device
 from hf_memopt.estimator.quantized_checkpoints import loading_quantization
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
@@ -16,10 +18,12 @@ from hf_memopt.estimator.step_time import Step, StepTime, host_link
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.planner.choices import list_choices
+from hf_memopt.planner import plan as planning
+from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.fallbacks import fallbacks
 from hf_memopt.planner.launch import launch_command, launcher_command
+from hf_memopt.planner.profiles import Plan
 from hf_memopt.planner.settle import settle
 from hf_memopt.planner.streamed_weights import weights_alone
 from hf_memopt.presets import preset_by_name
@@ -101,6 +105,43 @@ def test_experts_are_quantized_where_adapters_leave_them_out():
     assert fallback.spec.lora == own.lora and "q_proj" not in fallback.change
     assert not [*fallbacks(JobSpec(model="qwen3-30b-a3b"), {"qlora": replace(spec, hardware=spec.preset)})]
     assert not [*fallbacks(JobSpec(model="llama-3.1-8b"), {"qlora": _spec("qlora")})]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_experts_in_4_bits_are_streamed_where_the_device_has_no_room_for_them(fits, monkeypatch):
+    """Searches are played: they need 30 GiB with experts in 16 bits, 20 in 4."""
+    asked = []
+
+    def start_search(spec, say, **_):
+        asked.append((spec.memory_args.quantized_experts, spec.streaming))
+        needs = (20 if spec.memory_args.quantized_experts else 30) * GIB
+        choice = Choice("none", 1, 1, 1.0, "adamw_torch", "bfloat16")
+        return SimpleNamespace(
+            smallest=lambda: choice, needs=lambda choice: needs, estimates={choice: None}, spec=spec
+        )
+
+    def profiles(spec, search):
+        return ["a profile"] if fits and spec.streaming and spec.memory_args.quantized_experts else []
+
+    monkeypatch.setattr(planning, "start_search", start_search)
+    monkeypatch.setattr(planning, "_profiles", profiles)
+    monkeypatch.setattr(planning, "_far_too_large", lambda spec: None)
+    monkeypatch.setattr(planning, "what_lacks", lambda search, budget: "too little")
+    monkeypatch.setattr(planning, "with_host_memory", lambda spec, search: None)
+    monkeypatch.setattr(planning, "_make_plan", lambda spec, search, profiles, rejected: Plan(spec, [], rejected))
+    monkeypatch.setattr(
+        planning, "_nothing_fits", lambda spec, search, rejected, *_: Plan(spec, [], rejected, 18 * GIB)
+    )
+    moe = {"model": "qwen3-30b-a3b", "config": load_config("qwen3-30b-a3b"), "hardware": "rtx_3060", "seq_len": 64}
+    request = JobSpec(**moe, method="qlora", effective_batch_size=4)
+    made = planning._answer(request, ("qlora",), lambda text: None, True)
+    assert asked == [(False, False), (True, False), (False, True), (True, True)]
+    reasons = {reason.settings: reason.reason for reason in made.rejected}
+    if fits:
+        assert made.spec.streaming and "experts are quantized to 4 bits" in made.precision
+    else:
+        assert reasons["QLoRA with experts in 4 bits"].startswith("needs at least 20.00 GiB (micro-batch 1")
+        assert made.missing_bytes == 20 * GIB - made.spec.memory_budget
 
 
 def test_an_offloading_strategy_may_be_named_on_one_device():
