@@ -54,8 +54,8 @@ def missing(script: Path) -> str | None:
 def dry_run(script: Path) -> dict:
     """The estimate of the command with `--hardware cpu`."""
     from hf_memopt.estimator import estimate_trainer
-    from hf_memopt.estimator.dry_run import caught_trainer
-    from hf_memopt.estimator.launched import ScriptCommand
+    from hf_memopt.estimator.scripts.dry_run import caught_trainer
+    from hf_memopt.estimator.scripts.launched import ScriptCommand
 
     with caught_trainer(ScriptCommand(str(script), argv(script)), "cpu") as trainer:
         return estimate_trainer(trainer, "cpu").to_dict()

@@ -10,7 +10,7 @@ from advised_logs import COUNTS, count
 from docs_tables.markdown import RESULTS, results
 from docs_tables.memory import card_errors
 
-from hf_memopt.estimator import step_time
+from hf_memopt.estimator.timing import step_time
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.constants import assumed
 from hf_memopt.levers.arguments import PLAN_PROFILES

@@ -1,7 +1,7 @@
 """GRPO, phase by phase: python benchmarks/grpo.py
 
 Tiny models really trained on the CPU, each phase's peak from the profiler beside the predicted one: the cases of
-tests/test_grpo_estimates.py.
+tests/estimator/test_grpo_estimates.py.
 """
 
 import sys
@@ -12,7 +12,7 @@ from record import record
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests" / "estimator")]
     import test_grpo_estimates as cases
 
     from hf_memopt import estimate_trainer

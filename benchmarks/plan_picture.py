@@ -1,6 +1,6 @@
 """The picture of a question and its answers in README.md: python benchmarks/plan_picture.py
 
-Draws what results/ways.json has of the two commands, as a terminal shows it; tests/test_ways.py compares.
+Draws what results/ways.json has of the two commands, as a terminal shows it; tests/cli/test_ways.py compares.
 """
 
 import os

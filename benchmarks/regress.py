@@ -4,7 +4,8 @@ Asks hf-memopt every line of data/regress/commands.txt with --json, and compares
 bytes, settings, commands and refusals to the letter, speeds to 0.1 %. Of a line that begins with "printed" the text is
 compared instead. What differs is printed, and the exit code is 1; --freeze writes what is answered now instead, with
 names of lines, or parts of them, only theirs. Nothing in an answer depends on the machine: every line names its
-hardware, and the calibration is off. tests/test_regress.py asks the lines of small models, and some of the others.
+hardware, and the calibration is off. tests/benchmarks/test_regress.py asks the lines of small models, and some of
+the others.
 """
 
 import contextlib

@@ -30,10 +30,10 @@ OPEN, HELD_BACK = "well documented", "well documented, held back"
 
 def compare(row: dict) -> dict:
     """A row's step, as an estimate predicts it, whose kernels alone are traced here."""
-    from hf_memopt.estimator import generation_time
     from hf_memopt.estimator.api import run_trace
-    from hf_memopt.estimator.generation_time import Lengths
-    from hf_memopt.estimator.throughput import counted_job, throughput
+    from hf_memopt.estimator.timing import generation_time
+    from hf_memopt.estimator.timing.generation_time import Lengths
+    from hf_memopt.estimator.timing.throughput import counted_job, throughput
 
     prompt, longest = row["prompt_tokens"], row["longest_completion_tokens"]
     mean = row["mean_completion_tokens"] or longest / generation_time.LONGEST

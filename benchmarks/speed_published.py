@@ -60,7 +60,7 @@ def predicted_seconds(row: dict) -> float:
 
 def compare(row: dict) -> dict:
     from hf_memopt.estimator.job import describe
-    from hf_memopt.estimator.speed_errors import job_kind
+    from hf_memopt.estimator.timing.speed_errors import job_kind
 
     tokens = row["micro_batch"] * (row["grad_accum"] or 1) * row["seq_len"]
     stack = "" if row["tier"] == "A" else "fused kernels"
@@ -151,7 +151,7 @@ SOURCES = {
 
 
 def compared(row: dict, fitted: bool, measured: float, predicted: float, kind: str) -> dict:
-    from hf_memopt.estimator.speed_errors import find_error
+    from hf_memopt.estimator.timing.speed_errors import find_error
     from hf_memopt.hardware import get_hardware
 
     stated = find_error(kind, get_hardware(row["gpu"]))

@@ -15,7 +15,7 @@ from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.files import write_whole
-from hf_memopt.planner.video_tiers import EFFECTIVE_BATCH, NothingFits, TierLimits, choose_tier, tier_job
+from hf_memopt.planner.samples.video_tiers import EFFECTIVE_BATCH, NothingFits, TierLimits, choose_tier, tier_job
 from hf_memopt.presets import METHODS, Preset, list_presets, preset_by_name
 from hf_memopt.presets.tier_file import TIERS_FILE
 from hf_memopt.video.processor import read_video_settings

@@ -3,7 +3,7 @@
 Every plan on docs/on_*.md and docs/quickstart.md, and what README.md's picture shows, is asked in a folder of its own
 with a clone and what the page's own blocks have written, on a terminal of 80 columns. results/ways.json has what was
 printed; make docs puts it, and the command that it ends with, on the page. With names of pages (on_wsl) only theirs
-are asked again. tests/test_ways.py runs every block of these pages.
+are asked again. tests/cli/test_ways.py runs every block of these pages.
 """
 
 import json

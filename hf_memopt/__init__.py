@@ -12,7 +12,7 @@ _HOME = {
     "list_presets": "hf_memopt.presets",
     "plan": "hf_memopt.planner.plan",
     "Plan": "hf_memopt.planner.profiles",
-    "which_card": "hf_memopt.planner.cards",
+    "which_card": "hf_memopt.planner.market.cards",
     "Preset": "hf_memopt.presets",
     "estimate": "hf_memopt.estimator",
     "Estimate": "hf_memopt.estimator",

@@ -15,7 +15,7 @@ from hf_memopt.monitor.callback import MemoryCallback as MemoryCallback
 from hf_memopt.monitor.monitor import MemoryMonitor as MemoryMonitor
 from hf_memopt.monitor.snapshot_callback import SnapshotCallback as SnapshotCallback
 from hf_memopt.oom.classify import classify_oom as classify_oom
-from hf_memopt.planner.cards import which_card as which_card
+from hf_memopt.planner.market.cards import which_card as which_card
 from hf_memopt.planner.plan import plan as plan
 from hf_memopt.planner.profiles import Plan as Plan
 from hf_memopt.presets import Preset as Preset

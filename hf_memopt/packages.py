@@ -21,7 +21,7 @@ EXTRAS = {
     "trl": "trl",
 }
 # Where pip gets hf_memopt from, beside a clone ("."): no index has it. Once it has an address, that goes here, as
-# git+https://…, and what tests/test_packages.py then finds in README, docs and notebooks follows.
+# git+https://…, and what tests/planner/test_packages.py then finds in README, docs and notebooks follows.
 SOURCE = "./hf_memopt-0.1.0-py3-none-any.whl"
 # What recipes need beside datasets and matplotlib.
 _OF_RECIPES = {"sft": "trl", "dpo": "trl", "grpo": "trl", "video_sft": "av"}

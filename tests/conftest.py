@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".pytest_cache"
+sys.path += map(str, {file.parent for file in ROOT.glob("tests/*/test_*.py")})  # some tests share what others make
 
 # Settings of a launch, the allocator, caches beside HF_HOME, calibrations, and a terminal (rich, typer).
 _LAUNCHED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "SLURM_", "TORCHELASTIC_")

@@ -6,8 +6,8 @@ import textwrap
 import pytest
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.dry_run import caught_trainer
-from hf_memopt.estimator.launched import ScriptCommand
+from hf_memopt.estimator.scripts.dry_run import caught_trainer
+from hf_memopt.estimator.scripts.launched import ScriptCommand
 
 SHAPE = {
     "hidden_size": 64,

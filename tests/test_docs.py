@@ -1,4 +1,4 @@
-"""What the documentation says: numbers, links, commands, names and code. As a site: tests/test_pages.py."""
+"""What the documentation says: numbers, links, commands, names and code. As a site: tests/ui/test_pages.py."""
 
 import json
 import re

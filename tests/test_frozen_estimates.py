@@ -125,7 +125,7 @@ def described(model: str, fields: dict, length: int = 48, hardware: str = "rtx_3
     from hf_memopt.estimator.job import describe
     from hf_memopt.estimator.job_checks import attention_heads, divides_heads, facts_of, layers_with_masks
     from hf_memopt.estimator.overheads import batch_bytes
-    from hf_memopt.estimator.throughput import unknown_speed
+    from hf_memopt.estimator.timing.throughput import unknown_speed
 
     shape = {**MODELS[model], **settings.pop("shape", {})}
     try:
@@ -266,7 +266,7 @@ def traced():
 
 def test_assembled_for_other_devices_and_settings(traced):
     from hf_memopt.estimator.assembly import assemble, capacity, missing_layers, phase_of
-    from hf_memopt.estimator.throughput import throughput
+    from hf_memopt.estimator.timing.throughput import throughput
 
     found = {"phases": [phase_of(name) for name in ("start", "forward: first layer", "eval", "load: x")]}
     found["missing"] = [missing_layers(of_job().config, depths) for depths in ((12,), (3, 4), (2, 4), traced[0])]
@@ -308,7 +308,7 @@ def test_speed_of_traces_written_by_hand():
     from test_hand_made_traces import trace
 
     from hf_memopt.estimator.accounting.ledger import Moment, TraceResult
-    from hf_memopt.estimator.throughput import Throughput, counted_job, speed_note, throughput, unknown_speed
+    from hf_memopt.estimator.timing.throughput import Throughput, counted_job, speed_note, throughput, unknown_speed
 
     def result(number: int, host: int = 0) -> TraceResult:
         made = trace(number)

@@ -132,7 +132,7 @@ def test_seconds_of_links():
 
 def test_seconds_of_kernels():
     from hf_memopt.estimator.accounting.work import Attention, Kernel
-    from hf_memopt.estimator.speed import has_rates, kernel_seconds, memory_rate, peak_rate
+    from hf_memopt.estimator.timing.speed import has_rates, kernel_seconds, memory_rate, peak_rate
 
     kinds = {
         "small": Kernel(False, 10, 10),
@@ -360,7 +360,7 @@ def test_values_of_fields():
 
 
 def test_numbers_and_sizes():
-    from hf_memopt.estimator.duration import Amount, duration, parse_count, run_duration, time_text, two_digits
+    from hf_memopt.estimator.timing.duration import Amount, duration, parse_count, run_duration, time_text, two_digits
 
     found = {}
     texts = (
@@ -617,7 +617,7 @@ def test_the_last_step_of_an_epoch_is_what_counting_finds():
 
 
 def test_clips_in_the_order_of_preference():
-    from hf_memopt.planner.video_tiers import FixedLimits, guide_row, ranked_clips
+    from hf_memopt.planner.samples.video_tiers import FixedLimits, guide_row, ranked_clips
 
     found = {}
     for memory, effective in itertools.product((8, 13.99, 14, 20.99, 21, 80), (1, 6, 32)):
@@ -1149,7 +1149,7 @@ def test_times_of_frames():
 def test_what_data_train_a_model_for(task, tmp_path, monkeypatch, no_progress_bars):
     import json
 
-    from hf_memopt.planner.data_use import find_use
+    from hf_memopt.planner.samples.data_use import find_use
 
     monkeypatch.chdir(tmp_path)
     answer = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c" * 40}]

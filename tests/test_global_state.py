@@ -18,8 +18,8 @@ from test_levers_together import config, trainer_of
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_memopt import InputError, estimate, get_preset, plan
-from hf_memopt.estimator.dry_run import caught_trainer
-from hf_memopt.estimator.launched import ScriptCommand
+from hf_memopt.estimator.scripts.dry_run import caught_trainer
+from hf_memopt.estimator.scripts.launched import ScriptCommand
 
 SEQ_LEN = 64
 FIELDS = {"per_device_train_batch_size": 2, "max_steps": 1, "use_cpu": True, "report_to": "none"}

@@ -14,7 +14,7 @@ from hf_memopt.engines import engine_named
 from hf_memopt.estimator.accounting.ledger import GENERATION, KINDS, Peak
 from hf_memopt.estimator.accounting.work import Attention, Kernel
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.step_time import Step, StepTime
+from hf_memopt.estimator.timing.step_time import Step, StepTime
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.job.spec import JobSpec

@@ -21,7 +21,7 @@ import video_models  # noqa: E402
 from transformers import AutoConfig, AutoProcessor, AutoVideoProcessor  # noqa: E402
 
 from hf_memopt.estimator.architectures import load_config  # noqa: E402
-from hf_memopt.planner.video_tiers import bundled_video_models  # noqa: E402
+from hf_memopt.planner.samples.video_tiers import bundled_video_models  # noqa: E402
 from hf_memopt.video.encoder import Encoder  # noqa: E402
 from hf_memopt.video.inputs import VideoInputs  # noqa: E402
 from hf_memopt.video.media import Limits  # noqa: E402

@@ -11,7 +11,7 @@ from docs_tables.markdown import (
 )
 
 from hf_memopt import get_preset
-from hf_memopt.planner.video_tiers import guide_row
+from hf_memopt.planner.samples.video_tiers import guide_row
 from hf_memopt.presets.tier_file import all_tiers
 
 VIDEO_MEASURES = {

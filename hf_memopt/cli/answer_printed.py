@@ -71,7 +71,7 @@ def speed_lines(estimate, took, amount: AmountOptions, samples: int | None = Non
     Args:
         samples: of an optimizer step.
     """
-    from hf_memopt.estimator.duration import predicted_within, time_text, two_digits
+    from hf_memopt.estimator.timing.duration import predicted_within, time_text, two_digits
 
     if estimate.step_seconds is None:
         reasons = [note.removeprefix("speed: ") for note in estimate.notes if note.startswith("speed: ")]

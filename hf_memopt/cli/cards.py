@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hf_memopt.cli.output import print_json, print_table, progress
 from hf_memopt.cli.speed_printed import AmountOptions
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.duration import time_text, two_digits
+from hf_memopt.estimator.timing.duration import time_text, two_digits
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.units import gib
@@ -60,7 +60,7 @@ class CardOptions:
 
 def run_cards(spec: JobSpec, options: CardOptions, as_json: bool) -> int:
     """Print the cards that train the job; 0 if there are any, 1 if not."""
-    from hf_memopt.planner.cards import choose_card
+    from hf_memopt.planner.market.cards import choose_card
 
     answer = choose_card(spec, options.amount.read(), options.prices, options.max_price, options.every, progress)
     if as_json:
@@ -134,7 +134,7 @@ def _amount(answer) -> str:
 
 def _shortened(answer, fits: list, limit: int) -> list:
     """The first rows, and of the others the fastest, and cards that have presets before cards that have none."""
-    from hf_memopt.planner.boxes import has_preset
+    from hf_memopt.planner.market.boxes import has_preset
 
     if len(fits) <= limit:
         return fits

@@ -53,9 +53,9 @@ def run_estimate(
         _choose_preset(spec)  # it refuses what does not go together
     import_libraries()
     from hf_memopt.estimator.api import estimate_job
-    from hf_memopt.estimator.own_runs import learn_from_log
     from hf_memopt.estimator.spec_job import spec_job
     from hf_memopt.estimator.suggestions import largest_savings
+    from hf_memopt.estimator.timing.own_runs import learn_from_log
     from hf_memopt.estimator.tracing.parallel import on_all_cores
     from hf_memopt.estimator.trainer_job import TrainerJob
 
@@ -293,10 +293,10 @@ def _dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, hub: 
 
 def _print_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool, hub: Connection | None) -> int:
     from hf_memopt.estimator.api import estimate_job
-    from hf_memopt.estimator.dry_run import caught_trainer
-    from hf_memopt.estimator.duration import run_duration, training_steps
-    from hf_memopt.estimator.launched import ScriptCommand
+    from hf_memopt.estimator.scripts.dry_run import caught_trainer
+    from hf_memopt.estimator.scripts.launched import ScriptCommand
     from hf_memopt.estimator.suggestions import TRAINERS_ORDER, smallest_combination
+    from hf_memopt.estimator.timing.duration import run_duration, training_steps
     from hf_memopt.estimator.trainer_job import describe_trainer
 
     savings = []

@@ -19,8 +19,8 @@ from hf_memopt.files import folder_for, from_here
 from hf_memopt.foreign.source import Source
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
-from hf_memopt.planner.data_use import Use
 from hf_memopt.planner.devices import with_device_count
+from hf_memopt.planner.samples.data_use import Use
 from hf_memopt.presets import METHODS
 from hf_memopt.units import gib
 
@@ -114,8 +114,8 @@ def run_lengths(spec: JobSpec, as_json: bool) -> int:
     """Print the longest sequences by memory features; 0 if any fits, 1 if none does."""
     import_libraries()
     from hf_memopt.estimator.spec_job import read_model
-    from hf_memopt.planner.lengths import longest_sequences
     from hf_memopt.planner.plan import check_asked
+    from hf_memopt.planner.samples.lengths import longest_sequences
     from hf_memopt.planner.settle import settle
 
     check_asked(spec)
@@ -164,7 +164,7 @@ def check_frames(frames: str) -> None:
 def run_frames(spec: JobSpec, as_json: bool) -> int:
     """Print the most frames by the size of a frame; 0 if any fit, 1 if none do."""
     import_libraries()
-    from hf_memopt.planner.frames import most_frames
+    from hf_memopt.planner.samples.frames import most_frames
 
     job = frames_job(spec)
     rows = [

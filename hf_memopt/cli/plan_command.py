@@ -270,7 +270,7 @@ def _use_of(spec):
         return None
     from hf_memopt.estimator.architectures import hub_id
     from hf_memopt.estimator.spec_job import read_model
-    from hf_memopt.planner.data_use import find_use, takes_media
+    from hf_memopt.planner.samples.data_use import find_use, takes_media
 
     asked = read_model(spec)
     model = hub_id(spec.model) if spec.is_named else None

@@ -223,7 +223,7 @@ def _print_methods(plan) -> None:
 
 
 def _speed(tokens_per_second: float | None) -> str:
-    from hf_memopt.estimator.duration import two_digits
+    from hf_memopt.estimator.timing.duration import two_digits
 
     return "unknown" if tokens_per_second is None else two_digits(tokens_per_second)
 

@@ -87,7 +87,7 @@ def _estimate() -> dict[str, Any]:
 
 
 def _duration() -> dict[str, Any]:
-    from hf_memopt.estimator.duration import Duration
+    from hf_memopt.estimator.timing.duration import Duration
 
     return _or_none(_object(**_properties(Duration), hours=_NUMBER, error=_or_none(_NUMBER)))
 

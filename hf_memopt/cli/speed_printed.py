@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_memopt.cli.output import print_table
-from hf_memopt.estimator.duration import (
+from hf_memopt.estimator.timing.duration import (
     Amount,
     duration,
     parse_count,
@@ -19,7 +19,7 @@ from hf_memopt.levers.arguments import PLAN_PROFILES
 
 @dataclass(frozen=True, kw_only=True)
 class AmountOptions:
-    """The amount of training and the price of an hour, as a command line says them (estimator.duration.Amount)."""
+    """The amount of training and the price of an hour, as a command line says them (timing.duration.Amount)."""
 
     tokens: str | None = None
     epochs: float | None = None

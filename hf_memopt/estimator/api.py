@@ -11,7 +11,7 @@ from hf_memopt.estimator.assembly import assemble
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.patches.trace_errors import explained
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.throughput import counted_job, speed_note, throughput, unknown_speed, with_speed
+from hf_memopt.estimator.timing.throughput import counted_job, speed_note, throughput, unknown_speed, with_speed
 from hf_memopt.estimator.tracing.parallel import one_by_one
 from hf_memopt.estimator.tracing.trace import TracedJob, trace
 from hf_memopt.estimator.trainer_job import describe_trainer

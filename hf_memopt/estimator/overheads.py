@@ -268,7 +268,7 @@ def _of_attention(job) -> Iterator[str]:
         yield f"{name} is sdpa with a mask of tokens × tokens here, which takes more than causal sdpa without one"
 
 
-# Of reserved bytes, by benchmarks/results/gpu; tests/test_gpu_results.py compares.
+# Of reserved bytes, by benchmarks/results/gpu; tests/benchmarks/test_gpu_results.py compares.
 CHECKED = "13 jobs on an H100 and an H200 were -3.1% to +1.4% off"
 
 

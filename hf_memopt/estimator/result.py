@@ -29,7 +29,7 @@ class Estimate:
         notes: what the numbers do and do not cover.
         estimated: the job in one line: dtype, optimizer, checkpointing, attention, loss, engine, micro-batch ×
             accumulation × processes.
-        step_seconds, tokens_per_second, mfu, speed_error: predicted speed (estimator.throughput.Throughput);
+        step_seconds, tokens_per_second, mfu, speed_error: predicted speed (estimator.timing.throughput.Throughput);
             None where it is unknown, which the notes explain.
         generation_share: of step_seconds, in which completions are generated; in to_dict() a note says it.
         speed_setup, own_runs: what of the user's own runs counts for the speed (Throughput); a note says it, too.

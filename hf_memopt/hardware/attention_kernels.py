@@ -158,7 +158,7 @@ def _import_error(module: str, package: str) -> str:
 
 
 # Keys that a query sees at which a kernel reaches half of its rate: with heads of 128 on an H100, causal curves of
-# FlashAttention-2 and cuDNN follow keys / (keys + 200) within 7 % (tests/test_attention_rates.py).
+# FlashAttention-2 and cuDNN follow keys / (keys + 200) within 7 % (tests/hardware/test_attention_rates.py).
 HALF = 200
 EFFICIENT = "memory-efficient"  # what torch takes for 32 bits, for masks, and before Ampere
 CUDNN = "cuDNN"  # what torch 2.11 and later take on Hopper and B200, with masks too (transformers PR 48163)

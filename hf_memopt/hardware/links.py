@@ -2,7 +2,7 @@
 
 A ring brings every byte into a box once, spread over all of its adapters, and passes it from device to device over
 the links inside; the slower of the two is its rate (nccl-tests, doc/PERFORMANCE.md). Each message waits beside that
-for its hops. tests/test_links.py compares the rates with published ones.
+for its hops. tests/hardware/test_links.py compares the rates with published ones.
 """
 
 import math

@@ -69,7 +69,7 @@ KILLED = "the system killed a process, nearly always for host memory"
 NO_PINNED_MEMORY = "pinned host memory could not be had"
 _VLLM = "vLLM found too little device memory for its KV cache"
 # The first match wins. Rows that a smaller batch does not help come first, since their messages often contain those of
-# more general rows. tests/test_oom.py and tests/logs have a real message for each.
+# more general rows. tests/oom/test_oom.py and tests/logs have a real message for each.
 _TABLE = [
     Row(
         OomKind.NOT_MEMORY,

@@ -1,17 +1,17 @@
 """Predicted seconds of an optimizer step, by which choices are ranked.
 
-The traced kernels' seconds (estimator.speed), the second forward of checkpointed layers among them, offloading
-and what engines add (estimator.step_time). benchmarks/speed_published.py compares the result with published speeds.
+The traced kernels' seconds (timing.speed), the second forward of checkpointed layers among them, offloading
+and what engines add (timing.step_time). benchmarks/speed_published.py compares the result with published speeds.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hf_memopt.estimator.generation_time import FORWARD, Rollout, rollout_time
-from hf_memopt.estimator.speed import Seconds, kernel_seconds, memory_rate
-from hf_memopt.estimator.step_time import Step, StepTime, host_link
-from hf_memopt.estimator.throughput import main_attention
+from hf_memopt.estimator.timing.generation_time import FORWARD, Rollout, rollout_time
+from hf_memopt.estimator.timing.speed import Seconds, kernel_seconds, memory_rate
+from hf_memopt.estimator.timing.step_time import Step, StepTime, host_link
+from hf_memopt.estimator.timing.throughput import main_attention
 from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.sketch import Sketch, Traced
 
@@ -57,7 +57,7 @@ class Cost:
 
     def copying(self, choice: Choice) -> float:
         """Seconds in which a micro-batch's streamed weights are copied, once for forward and once for backward: each
-        layer's while the one before computes (estimator.throughput). Activations come back by the same link."""
+        layer's while the one before computes (estimator.timing.throughput). Activations come back by the same link."""
         size = 2 * self.sketch.streamed_bytes(choice)
         if size and choice.moves_activations:
             size += self.sketch.activations(choice)

@@ -13,13 +13,13 @@ from hf_memopt.levers.arguments import PLAN_PROFILES, THRESHOLDS, MemoryArgument
 from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choice_jobs import start_search
 from hf_memopt.planner.choices import Choice, memory_arguments
-from hf_memopt.planner.fallbacks import Fallback, fallbacks
-from hf_memopt.planner.nearest import nearest_changes
+from hf_memopt.planner.nothing_fits.fallbacks import Fallback, fallbacks
+from hf_memopt.planner.nothing_fits.nearest import nearest_changes
+from hf_memopt.planner.nothing_fits.shared_samples import shared_samples
 from hf_memopt.planner.profiles import Plan, Profile
 from hf_memopt.planner.proposals import Proposal, set_words
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import left_open, of_one_length, settle
-from hf_memopt.planner.shared_samples import shared_samples
 from hf_memopt.planner.streamed_weights import (
     excessive_weights,
     lacks_memory,

@@ -5,17 +5,17 @@ from typing import Any
 
 from hf_memopt.estimator.overheads import measured_memory
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.throughput import speed_note, unknown_rates
+from hf_memopt.estimator.timing.throughput import speed_note, unknown_rates
 from hf_memopt.hardware.measured import measured_on
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.packages import how_to_install, is_installed
 from hf_memopt.planner.alternatives import Alternative, Rejected
 from hf_memopt.planner.choices import Choice
-from hf_memopt.planner.data_use import Use
+from hf_memopt.planner.nothing_fits.shared_samples import SharedSamples
 from hf_memopt.planner.proposals import Proposal
+from hf_memopt.planner.samples.data_use import Use
 from hf_memopt.planner.search import summarize
-from hf_memopt.planner.shared_samples import SharedSamples
 from hf_memopt.planner.trl_choices import trl_space
 from hf_memopt.presets import Preset
 

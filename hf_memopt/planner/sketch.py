@@ -23,7 +23,7 @@ from hf_memopt.estimator.assembly import capacity, phase_of
 from hf_memopt.estimator.colocation import colocates, engine_share
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.throughput import Throughput, main_attention, speed_note, unknown_speed, with_speed
+from hf_memopt.estimator.timing.throughput import Throughput, main_attention, speed_note, unknown_speed, with_speed
 from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks, shallow_depths
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.hardware import Hardware

@@ -1,7 +1,7 @@
 """Choices of plans of TRL's tasks beside the settings of every job: the reference model's part, how the
 completions of a step are generated, and vLLM's share of the card.
 
-No step of generation is traced here: estimator.generation_time says how long one takes.
+No step of generation is traced here: estimator.timing.generation_time says how long one takes.
 """
 
 from collections.abc import Iterator

@@ -21,7 +21,7 @@ _OFFLOADED_STATES = 16
 _OFFLOADED_WEIGHTS = 2  # weights in 16 bits
 # Of what is swapped to a disk, gradients and weights in 16 bits stay in host memory (stage3:
 # grad_partitions_flat_buffer, param_groups_fp16_flat_cpu_memory), beside the buffers, and in the first step both of
-# Adam's states, until they have been written (tests/test_engines.py).
+# Adam's states, until they have been written (tests/trainer/test_engines.py).
 _BESIDE_SWAPPED = 12
 _BUFFERED = {"offload_param": 5, "offload_optimizer": 4}  # buffers (deepspeed.runtime.zero.offload_config)
 _BUFFER = 100_000_000  # elements of a weights' buffer, by default

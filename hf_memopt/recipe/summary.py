@@ -14,7 +14,7 @@ from hf_memopt.compatibility import resolve_engine
 from hf_memopt.data.tokens import IGNORED
 from hf_memopt.disk import claimed
 from hf_memopt.errors import InputError, TrainingOutOfMemory, one_line
-from hf_memopt.estimator.own_runs import compared_speed, keep_run
+from hf_memopt.estimator.timing.own_runs import compared_speed, keep_run
 from hf_memopt.files import write_json
 from hf_memopt.monitor.loader import TOKEN_BYTES, LoaderMemory, loader_memory
 from hf_memopt.monitor.readers import peak_resident

@@ -22,7 +22,7 @@ from hf_memopt.estimator.job import Job as EstimatedJob
 from hf_memopt.files import user_path, write_json
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.levers.few_logits import with_few_logits
-from hf_memopt.planner.video_tiers import (
+from hf_memopt.planner.samples.video_tiers import (
     SHARE,
     FixedLimits,
     NothingFits,

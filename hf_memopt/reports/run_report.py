@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt import charts
-from hf_memopt.estimator.duration import time_text
+from hf_memopt.estimator.timing.duration import time_text
 from hf_memopt.files import write_whole
 from hf_memopt.levers.arguments import PROFILES, THRESHOLDS
 from hf_memopt.oom.events import describe_event

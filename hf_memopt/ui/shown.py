@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.charts import PARTS
-from hf_memopt.estimator.duration import predicted_within, time_text, two_digits
+from hf_memopt.estimator.timing.duration import predicted_within, time_text, two_digits
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.units import size
 

@@ -106,7 +106,7 @@ def _pad_rows(tensor: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing)) if missing else tensor
 
 
-# Model types whose packed batches have the loss and the gradients of padded ones: tests/test_video_packing.py.
+# Model types whose packed batches have the loss and the gradients of padded ones: tests/video/test_video_packing.py.
 PACKED = (
     "internvl",
     "llava_onevision",

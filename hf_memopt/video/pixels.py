@@ -3,7 +3,7 @@
 Two users cannot have transformers' own, which import torchvision. The estimator computes frame sizes, token counts and
 tensor shapes (on the meta device) on machines that only plan a run. And for torch builds that no torchvision wheel
 matches (CPU builds with PyPI's wheels, vendor builds, nightlies), installing torchvision breaks `import transformers`
-itself. tests/test_video_parity.py compares every family with transformers.
+itself. tests/video/test_video_parity.py compares every family with transformers.
 
 A new family is an entry in FAMILIES: default settings, frame sizes, tensor layout.
 """

@@ -21,7 +21,7 @@ from hf_memopt.contrib.calibration.measurements import constants_from, measureme
 from hf_memopt.contrib.calibration.training import Setting, predict
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.work import Kernel
-from hf_memopt.estimator.speed import kernel_seconds
+from hf_memopt.estimator.timing.speed import kernel_seconds
 from hf_memopt.files import write_json
 from hf_memopt.hardware import get_hardware, list_hardware, measured
 from hf_memopt.hardware.constants import TABLE, assumed

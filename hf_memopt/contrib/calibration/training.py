@@ -291,7 +291,7 @@ def predict(setting: Setting, device) -> dict[str, Any]:
     from hf_memopt import MemoryArguments
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.job import describe
-    from hf_memopt.estimator.speed import kernel_seconds
+    from hf_memopt.estimator.timing.speed import kernel_seconds
     from hf_memopt.hardware.measured import constant
     from hf_memopt.planner.sketch import traced_jobs
 
@@ -311,7 +311,7 @@ def predict(setting: Setting, device) -> dict[str, Any]:
     )
     estimate, seconds = estimate_job(job), kernel_seconds(traced_jobs([job])[0].kernels, device)
     short, long = sorted((seconds.micro, seconds.launches))
-    micro = long + constant("exposed_traffic", device).value * short  # as estimator.step_time has it
+    micro = long + constant("exposed_traffic", device).value * short  # as estimator.timing.step_time has it
     return {
         "allocated_bytes": estimate.peak_allocated_bytes,
         "reserved_bytes": estimate.reserved_bytes,

@@ -228,7 +228,7 @@ _STAGED_BYTES = {
 
 # Bytes for each element of experts that are dequantized while they are loaded, beside the result: packed values and
 # scales, and the indices of half of them as int32 and, in torch's indexing, int64, with what they select (transformers
-# 5.23, integrations.mxfp4._convert_moe_packed_tensors; tests/test_quantized_jobs.py measures it on a CPU).
+# 5.23, integrations.mxfp4._convert_moe_packed_tensors; tests/estimator/test_quantized_jobs.py measures it on a CPU).
 _DEQUANTIZED_BYTES = {"mxfp4": 7.65625}
 
 

@@ -1,0 +1,1 @@
+"""A job for which no combination of settings fits: what else would."""

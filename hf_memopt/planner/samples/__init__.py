@@ -1,0 +1,1 @@
+"""The samples that a plan is for: a data set's lengths, the longest that fit, frames of videos."""
