@@ -50,7 +50,7 @@ class Part(Enum):
     )
     ACCELERATOR = "an accelerator's job", "patches.accelerator_operators"
     SEVERAL_DEVICES = "several devices", "patches.fake_cluster"
-    LAUNCH = "a script's launcher", "launched"
+    LAUNCH = "a script's launcher", "scripts.launched"
     DDP = "ddp", "patches.fake_cluster"
     FSDP2 = "fsdp2", "patches.fake_cluster"
     CONTEXT_PARALLEL = "context parallelism", "patches.ring_attention"
@@ -73,7 +73,7 @@ class Part(Enum):
     LEVERS = "memory features", "tracing.trace"
     OFFLOADED_INPUTS = "checkpointed layers whose inputs are in host memory", "tracing.trace"
     TRL = "TRL's trainers", "patches.trl_trainers", "patches.trl_offloading"
-    DRY_RUN = "dry-run", "dry_run", "fake_pretrained", "scratch_libraries"
+    DRY_RUN = "dry-run", "scripts.dry_run", "fake_pretrained", "scripts.scratch_libraries"
     WITHOUT_DEEPSPEED = "no deepspeed", "tracing.process_state"
 
     def __init__(self, label: str, *modules: str):
