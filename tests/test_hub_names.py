@@ -1,5 +1,6 @@
 """Addresses of the hub, and what is asked of a hub that does not answer."""
 
+import itertools
 import socket
 
 import pytest
@@ -9,15 +10,13 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.hub_names import hub_name, why_no_hub
 
+PAGES = ("", "/", "/tree/main", "/blob/main/config.json", "/resolve/main/x", "?library=transformers")
+HOSTS = ("https://huggingface.co/", "http://hf.co/", "huggingface.co/", "https://huggingface.co/models/")
 
-@pytest.mark.parametrize(
-    "page", ["", "/", "/tree/main", "/blob/main/config.json", "/resolve/main/x", "?library=transformers"]
-)
-@pytest.mark.parametrize(
-    "host", ["https://huggingface.co/", "http://hf.co/", "huggingface.co/", "https://huggingface.co/models/"]
-)
-def test_a_pages_address_is_its_hub_id(host, page):
-    assert hub_name(f"{host}Qwen/Qwen3-8B{page}") == "Qwen/Qwen3-8B"
+
+def test_a_pages_address_is_its_hub_id():
+    for host, page in itertools.product(HOSTS, PAGES):
+        assert hub_name(f"{host}Qwen/Qwen3-8B{page}") == "Qwen/Qwen3-8B", (host, page)
 
 
 @pytest.mark.parametrize(

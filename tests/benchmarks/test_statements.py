@@ -3,9 +3,12 @@
 import sys
 from collections import Counter
 
+import pytest
 from conftest import ROOT
 
 
+@pytest.mark.kept
+@pytest.mark.slow
 def test_rooms_over_their_budget_are_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import statements

@@ -73,6 +73,7 @@ def test_show_tells_what_the_reference_model_is_predicted_to_need():
     assert "its memory" in shown and "(predicted," in shown
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

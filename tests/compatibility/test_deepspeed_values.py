@@ -57,27 +57,28 @@ def test_any_value_is_read_or_refused(name, tmp_path):
     assert refused > 50
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        ({"zero_optimization": []}, "zero_optimization=[] must be a mapping"),
-        ({"zero_optimization": {"stage": "three"}}, "zero_optimization.stage='three' must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage=True must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage='3' must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": None}}, "offload_optimizer=None must be a mapping"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": 1}}, "offload_optimizer=1 must be a mapping"),
-        ({"fp16": {"enabled": "true"}}, "fp16.enabled='true' must be written without quotes"),
-        ({"train_batch_size": "x"}, "train_batch_size='x' must be a whole number"),
-        ({"gradient_clipping": []}, "gradient_clipping=[] must be a number"),
-        ({"optimizer": 5}, "optimizer=5 must be a mapping"),
-        ({"aio": {"queue_depth": True}}, "aio.queue_depth=True must be a whole number"),
-        ({"flops_profiler": 5}, "DeepSpeed cannot read the configuration: "),
-    ],
-)
-def test_a_wrong_value_is_named(block, message):
-    with pytest.raises(InputError) as refused:
-        deepspeed_config({"train_micro_batch_size_per_gpu": "auto", **block})
-    assert str(refused.value).startswith("deepspeed: ") and message in str(refused.value)
+WRONG_BLOCKS = [
+    ({"zero_optimization": []}, "zero_optimization=[] must be a mapping"),
+    ({"zero_optimization": {"stage": "three"}}, "zero_optimization.stage='three' must be 0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": True}}, "zero_optimization.stage=True must be 0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage='3' must be 0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": None}}, "offload_optimizer=None must be a mapping"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": 1}}, "offload_optimizer=1 must be a mapping"),
+    ({"fp16": {"enabled": "true"}}, "fp16.enabled='true' must be written without quotes"),
+    ({"train_batch_size": "x"}, "train_batch_size='x' must be a whole number"),
+    ({"gradient_clipping": []}, "gradient_clipping=[] must be a number"),
+    ({"optimizer": 5}, "optimizer=5 must be a mapping"),
+    ({"aio": {"queue_depth": True}}, "aio.queue_depth=True must be a whole number"),
+    ({"flops_profiler": 5}, "DeepSpeed cannot read the configuration: "),
+]
+
+
+def test_a_wrong_value_is_named(subtests):
+    for block, message in WRONG_BLOCKS:
+        with subtests.test(f"{block} {message}"):
+            with pytest.raises(InputError) as refused:
+                deepspeed_config({"train_micro_batch_size_per_gpu": "auto", **block})
+            assert str(refused.value).startswith("deepspeed: ") and message in str(refused.value)
 
 
 @pytest.mark.slow
@@ -107,24 +108,25 @@ def test_what_is_not_refused_can_be_estimated():
     assert len(ended) > 50
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": None}, []),
-        ({"train_micro_batch_size_per_gpu": 1}, []),
-        ({"train_micro_batch_size_per_gpu": 0}, [("train_micro_batch_size_per_gpu",)]),
-        ({"gradient_accumulation_steps": "4"}, [("gradient_accumulation_steps",)]),
-        ({"train_micro_batch_size_per_gpu": True}, [("train_micro_batch_size_per_gpu",)]),
-        ({"zero_optimization": {"stage": 3, "overlap_comm": True}}, []),
-        ({"zero_optimization": {"stage": 4}}, [("zero_optimization", "stage")]),
-        ({"bf16": {"enabled": "auto"}}, []),
-        ({"bf16": {"enabled": "true"}}, [("bf16", "enabled")]),
-        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}, []),
-        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, [("train_batch_size",)]),
-        ({"train_batch_size": -10, "train_micro_batch_size_per_gpu": 4}, [("train_batch_size",)]),
-        ({"gradient_clipping": 0}, []),
-        ({"gradient_clipping": -1}, [("gradient_clipping",)]),
-    ],
-)
-def test_wrong_values_are_named(content, named):
-    assert [finding.keys for finding in deepspeed_values._wrong_values(content)] == named
+WRONG = [
+    ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": None}, []),
+    ({"train_micro_batch_size_per_gpu": 1}, []),
+    ({"train_micro_batch_size_per_gpu": 0}, [("train_micro_batch_size_per_gpu",)]),
+    ({"gradient_accumulation_steps": "4"}, [("gradient_accumulation_steps",)]),
+    ({"train_micro_batch_size_per_gpu": True}, [("train_micro_batch_size_per_gpu",)]),
+    ({"zero_optimization": {"stage": 3, "overlap_comm": True}}, []),
+    ({"zero_optimization": {"stage": 4}}, [("zero_optimization", "stage")]),
+    ({"bf16": {"enabled": "auto"}}, []),
+    ({"bf16": {"enabled": "true"}}, [("bf16", "enabled")]),
+    ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}, []),
+    ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, [("train_batch_size",)]),
+    ({"train_batch_size": -10, "train_micro_batch_size_per_gpu": 4}, [("train_batch_size",)]),
+    ({"gradient_clipping": 0}, []),
+    ({"gradient_clipping": -1}, [("gradient_clipping",)]),
+]
+
+
+def test_wrong_values_are_named(subtests):
+    for content, named in WRONG:
+        with subtests.test(f"{content} {named}"):
+            assert [finding.keys for finding in deepspeed_values._wrong_values(content)] == named

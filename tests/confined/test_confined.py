@@ -447,42 +447,43 @@ _ALLOWED, _NOT_PERMITTED, _SEEMS_DONE, _NO_SUCH_CONTROL = 0x7FFF0000, 0x50001, 0
 _ME = os.getpid()
 
 
-@pytest.mark.parametrize(
-    ("call", "numbers", "arguments", "on_old_kernels", "verdict"),
-    [
-        ("read", (0, 63), (), _ALLOWED, _ALLOWED),
-        ("x32's read", (0x40000000, 0x40000000), (), _NOT_PERMITTED, _NOT_PERMITTED),
-        ("fchmod", (91, 52), (), _SEEMS_DONE, _SEEMS_DONE),
-        ("mount", (165, 40), (), _NOT_PERMITTED, _NOT_PERMITTED),
-        ("a pair of streams", (53, 199), (1, 1), _ALLOWED, _ALLOWED),
-        ("a pair of streams, closed on exec", (53, 199), (1, 0o2000001), _ALLOWED, _ALLOWED),
-        ("a pair of datagrams", (53, 199), (1, 2), _NOT_PERMITTED, _NOT_PERMITTED),
-        ("a pair elsewhere", (53, 199), (2, 1), _NOT_PERMITTED, _NOT_PERMITTED),
-        ("ioctl TCGETS", (16, 29), (0, 0x5401), _ALLOWED, _ALLOWED),
-        ("ioctl TIOCSTI", (16, 29), (0, 0x5412), _NOT_PERMITTED, _NOT_PERMITTED),
-        ("ioctl TIOCLINUX", (16, 29), (0, 0x541C), _NOT_PERMITTED, _NOT_PERMITTED),
-        ("ioctl FS_IOC_SETFLAGS", (16, 29), (0, 0x40086602), _NO_SUCH_CONTROL, _NO_SUCH_CONTROL),
-        ("ioctl of btrfs", (16, 29), (0, 0x50009401), _NO_SUCH_CONTROL, _NO_SUCH_CONTROL),
-        ("prlimit64 of itself", (302, 261), (0,), _ALLOWED, _ALLOWED),
-        ("prlimit64 of another", (302, 261), (1,), _NOT_PERMITTED, _NOT_PERMITTED),
-        ("kill of itself", (62, 129), (_ME,), _ALLOWED, _ALLOWED),
-        ("kill of its group", (62, 129), (2**32 - _ME,), _ALLOWED, _ALLOWED),
-        ("kill of another", (62, 129), (_ME + 1,), _NOT_PERMITTED, _ALLOWED),
-        ("tgkill of its group", (234, 131), (2**32 - _ME,), _NOT_PERMITTED, _ALLOWED),
-        ("tkill", (200, 130), (), _NOT_PERMITTED, _ALLOWED),
-        ("truncate", (76, 45), (), _NOT_PERMITTED, _ALLOWED),
-        ("openat", (257, 56), (0, 0, os.O_RDONLY), _ALLOWED, _ALLOWED),
-        ("openat and truncate", (257, 56), (0, 0, os.O_TRUNC), _NOT_PERMITTED, _ALLOWED),
-        ("openat to write, which needs a right", (257, 56), (0, 0, os.O_TRUNC | os.O_WRONLY), _ALLOWED, _ALLOWED),
-    ],
-)
-def test_the_filter_decides_on_each_call(call, numbers, arguments, on_old_kernels, verdict, monkeypatch):
-    for machine, own, number in zip(("x86_64", "aarch64"), (0xC000003E, 0xC00000B7), numbers, strict=True):
-        monkeypatch.setattr("platform.machine", lambda name=machine: name)
-        for abi, expected in ((1, on_old_kernels), (2, on_old_kernels), (6, verdict), (7, verdict)):
-            steps = list(struct.iter_unpack("HBBI", rights._filter(abi)))
-            assert _verdict(steps, own, number, arguments) == expected, (machine, abi)
-            assert _verdict(steps, 0x40000003, number, arguments) == _NOT_PERMITTED, "a 32-bit program's"
+CALLS = [
+    ("read", (0, 63), (), _ALLOWED, _ALLOWED),
+    ("x32's read", (0x40000000, 0x40000000), (), _NOT_PERMITTED, _NOT_PERMITTED),
+    ("fchmod", (91, 52), (), _SEEMS_DONE, _SEEMS_DONE),
+    ("mount", (165, 40), (), _NOT_PERMITTED, _NOT_PERMITTED),
+    ("a pair of streams", (53, 199), (1, 1), _ALLOWED, _ALLOWED),
+    ("a pair of streams, closed on exec", (53, 199), (1, 0o2000001), _ALLOWED, _ALLOWED),
+    ("a pair of datagrams", (53, 199), (1, 2), _NOT_PERMITTED, _NOT_PERMITTED),
+    ("a pair elsewhere", (53, 199), (2, 1), _NOT_PERMITTED, _NOT_PERMITTED),
+    ("ioctl TCGETS", (16, 29), (0, 0x5401), _ALLOWED, _ALLOWED),
+    ("ioctl TIOCSTI", (16, 29), (0, 0x5412), _NOT_PERMITTED, _NOT_PERMITTED),
+    ("ioctl TIOCLINUX", (16, 29), (0, 0x541C), _NOT_PERMITTED, _NOT_PERMITTED),
+    ("ioctl FS_IOC_SETFLAGS", (16, 29), (0, 0x40086602), _NO_SUCH_CONTROL, _NO_SUCH_CONTROL),
+    ("ioctl of btrfs", (16, 29), (0, 0x50009401), _NO_SUCH_CONTROL, _NO_SUCH_CONTROL),
+    ("prlimit64 of itself", (302, 261), (0,), _ALLOWED, _ALLOWED),
+    ("prlimit64 of another", (302, 261), (1,), _NOT_PERMITTED, _NOT_PERMITTED),
+    ("kill of itself", (62, 129), (_ME,), _ALLOWED, _ALLOWED),
+    ("kill of its group", (62, 129), (2**32 - _ME,), _ALLOWED, _ALLOWED),
+    ("kill of another", (62, 129), (_ME + 1,), _NOT_PERMITTED, _ALLOWED),
+    ("tgkill of its group", (234, 131), (2**32 - _ME,), _NOT_PERMITTED, _ALLOWED),
+    ("tkill", (200, 130), (), _NOT_PERMITTED, _ALLOWED),
+    ("truncate", (76, 45), (), _NOT_PERMITTED, _ALLOWED),
+    ("openat", (257, 56), (0, 0, os.O_RDONLY), _ALLOWED, _ALLOWED),
+    ("openat and truncate", (257, 56), (0, 0, os.O_TRUNC), _NOT_PERMITTED, _ALLOWED),
+    ("openat to write, which needs a right", (257, 56), (0, 0, os.O_TRUNC | os.O_WRONLY), _ALLOWED, _ALLOWED),
+]
+
+
+def test_the_filter_decides_on_each_call(monkeypatch, subtests):
+    for call, numbers, arguments, on_old_kernels, verdict in CALLS:
+        with subtests.test(f"{call} {numbers} {arguments} {on_old_kernels} {verdict}"):
+            for machine, own, number in zip(("x86_64", "aarch64"), (0xC000003E, 0xC00000B7), numbers, strict=True):
+                monkeypatch.setattr("platform.machine", lambda name=machine: name)
+                for abi, expected in ((1, on_old_kernels), (2, on_old_kernels), (6, verdict), (7, verdict)):
+                    steps = list(struct.iter_unpack("HBBI", rights._filter(abi)))
+                    assert _verdict(steps, own, number, arguments) == expected, (machine, abi)
+                    assert _verdict(steps, 0x40000003, number, arguments) == _NOT_PERMITTED, "a 32-bit program's"
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

@@ -24,6 +24,7 @@ class Malicious:
         return os.system, (f"touch {self.path}",)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
 def test_a_malicious_pickle_runs_nothing(protocol, packed, tmp_path, command):
@@ -39,6 +40,7 @@ def test_a_malicious_pickle_runs_nothing(protocol, packed, tmp_path, command):
     assert not done.exists()
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     "content",
     [

@@ -59,6 +59,7 @@ BYTES = st.binary(max_size=200) | st.builds(
 )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".txt"])
 @BOUNDED
 @given(content=BYTES)

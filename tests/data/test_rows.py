@@ -81,6 +81,7 @@ def test_every_form_becomes_one_of_trls(form, expected, read):
     assert row.pop("tools", None) is None and row == expected
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("column", ["system", "system_prompt"])
 def test_a_system_column_becomes_the_system_message(form, column, read):
@@ -184,6 +185,7 @@ def test_each_answer_can_be_a_sample(read):
     assert (second["prompt"], second["completion"]) == ([ASK, SAY, again[0]], [again[1]])
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     ("message", "template", "said"),
     [

@@ -56,25 +56,26 @@ def reserved(*sizes):
     return allocator, buffers
 
 
-@pytest.mark.parametrize(
-    ("sizes", "heaps"),
-    [
-        ([1000], 8 * MIB),
-        ([MIB] * 8, 8 * MIB),
-        ([MIB] * 9, 16 * MIB),
-        ([MIB + 1], 32 * MIB),
-        ([9 * MIB] * 3, 32 * MIB),
-        ([9 * MIB] * 4, 64 * MIB),
-        ([10 * MIB], GIB),
-        ([500 * MIB, 500 * MIB], GIB),
-        ([500 * MIB, 10 * MIB, 9 * MIB], GIB),  # a heap with room serves smaller ones too
-        ([512 * MIB], 512 * MIB),
-        ([600 * MIB + 1], 602 * MIB),
-        ([1000, 20 * MIB, 2 * MIB, 1100 * MIB], 8 * MIB + GIB + 1100 * MIB),
-    ],
-)
-def test_heaps_have_the_sizes_of_torch(sizes, heaps):
-    assert reserved(*sizes)[0].peak == heaps
+HEAPS = [
+    ([1000], 8 * MIB),
+    ([MIB] * 8, 8 * MIB),
+    ([MIB] * 9, 16 * MIB),
+    ([MIB + 1], 32 * MIB),
+    ([9 * MIB] * 3, 32 * MIB),
+    ([9 * MIB] * 4, 64 * MIB),
+    ([10 * MIB], GIB),
+    ([500 * MIB, 500 * MIB], GIB),
+    ([500 * MIB, 10 * MIB, 9 * MIB], GIB),  # a heap with room serves smaller ones too
+    ([512 * MIB], 512 * MIB),
+    ([600 * MIB + 1], 602 * MIB),
+    ([1000, 20 * MIB, 2 * MIB, 1100 * MIB], 8 * MIB + GIB + 1100 * MIB),
+]
+
+
+def test_heaps_have_the_sizes_of_torch(subtests):
+    for sizes, heaps in HEAPS:
+        with subtests.test(f"{sizes} {heaps}"):
+            assert reserved(*sizes)[0].peak == heaps
 
 
 def test_a_freed_buffer_is_reused_whole():

@@ -29,23 +29,24 @@ def test_rows_of_a_data_set_are_an_amount(command, jsonl):
     assert code == 2 and "price=1 needs an amount of training" in err
 
 
-@pytest.mark.parametrize(
-    ("text", "of", "number"),
-    [
-        ("1.5k tokens", "tokens", 1500),
-        ("2k toks", "max_length", 2000),
-        ("8 gpus", "world_size", 8),
-        ("4 samples", "per_device_train_batch_size", 4),
-        ("10M rows", "samples", 10**7),
-        ("2 nodes", "machines", 2),
-        ("5 steps", "learning_rate", None),
-        ("10M tokens", "samples", None),
-        ("4 gpus", "per_device_train_batch_size", None),
-        ("24 tokens", "", None),
-        ("7 bananas", "samples", None),
-    ],
-)
-def test_a_word_behind_a_number_is_of_what_is_counted(text, of, number):
-    from hf_memopt.units import read_number
+COUNTED = [
+    ("1.5k tokens", "tokens", 1500),
+    ("2k toks", "max_length", 2000),
+    ("8 gpus", "world_size", 8),
+    ("4 samples", "per_device_train_batch_size", 4),
+    ("10M rows", "samples", 10**7),
+    ("2 nodes", "machines", 2),
+    ("5 steps", "learning_rate", None),
+    ("10M tokens", "samples", None),
+    ("4 gpus", "per_device_train_batch_size", None),
+    ("24 tokens", "", None),
+    ("7 bananas", "samples", None),
+]
 
-    assert read_number(text, of=of) == number
+
+def test_a_word_behind_a_number_is_of_what_is_counted(subtests):
+    for text, of, number in COUNTED:
+        with subtests.test(f"{text} {of} {number}"):
+            from hf_memopt.units import read_number
+
+            assert read_number(text, of=of) == number

@@ -270,6 +270,8 @@ def test_the_command_says_what_it_learned(command, tmp_path, monkeypatch):
     assert code == 2 and "none.log" in errors
 
 
+@pytest.mark.kept
+@pytest.mark.slow
 def test_a_recipe_leaves_its_speed(recipe, tmp_path, monkeypatch, capsys):
     """On a CPU no speed is predicted: here it is said to be 1,000 tokens a second."""
     from hf_memopt.recipe import summary

@@ -213,6 +213,7 @@ def test_what_cannot_be_shared_is_refused(subtests):
             shared(**settings)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("window", "refused"), [(4096, True), (8192, False)])
 def test_a_window_of_every_layer_is_dropped_unless_it_holds_the_sample(window, refused):

@@ -234,32 +234,33 @@ def test_a_command_is_edited_in_place(tmp_path):
     assert diff(source, text).count("\n+ ") == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "key", "value", "edited"),
-    [
-        ("a: 1  # why\nb: 2\n", "a", 3, "a: 3  # why\nb: 2\n"),
-        ("a:\nb: 2\n", "a", 1e-4, "a: 0.0001\nb: 2\n"),
-        ("a: &x 1\nb: *x\n", "a", "1", "a: &x '1'\nb: *x\n"),
-        ("a: [1, 2]\n", "a", ["z"], "a: [1, 2, z]\n"),
-        ("a:\n  - 1\nb: 2\n", "a", ["y", "z"], "a:\n  - 1\n  - y\n  - z\nb: 2\n"),
-        ("s: {a: 1, b: 2}\n", "s.b", ["x", "y"], "s: {a: 1, b: [x, y]}\n"),
-        ("a: 1", "b", ["y", "z"], "a: 1\nb:\n- y\n- z\n"),
-        ("", "b", 1, "b: 1\n"),
-        ("a: 1\n", "s.c", 1, "a: 1\ns.c: 1\n"),
-        ("s:\n  a: 1\nb: 2\n", "s.c", True, "s:\n  c: true\n  a: 1\nb: 2\n"),
-        ("s: {a: 1}\n", "s.c", 0.5, "s: {c: 0.5, a: 1}\n"),
-        ("s: {}\n", "s.c", 0.5, "s: {c: 0.5}\n"),
-        ("s: 1\n", "s.c", 0.5, None),
-        ("s:\n  a: 1\n", "s.b.c", 1, None),
-        ("a: 1\nb: 2\n", "a", None, "b: 2\n"),
-        ("a: 1\nb: 2", "b", None, "a: 1\n"),
-        ("a: 1\n", "b", None, None),
-    ],
-)
-def test_a_key_is_edited_where_it_stands(text, key, value, edited):
-    from hf_memopt.foreign.edits import _edit_yaml
+EDITED = [
+    ("a: 1  # why\nb: 2\n", "a", 3, "a: 3  # why\nb: 2\n"),
+    ("a:\nb: 2\n", "a", 1e-4, "a: 0.0001\nb: 2\n"),
+    ("a: &x 1\nb: *x\n", "a", "1", "a: &x '1'\nb: *x\n"),
+    ("a: [1, 2]\n", "a", ["z"], "a: [1, 2, z]\n"),
+    ("a:\n  - 1\nb: 2\n", "a", ["y", "z"], "a:\n  - 1\n  - y\n  - z\nb: 2\n"),
+    ("s: {a: 1, b: 2}\n", "s.b", ["x", "y"], "s: {a: 1, b: [x, y]}\n"),
+    ("a: 1", "b", ["y", "z"], "a: 1\nb:\n- y\n- z\n"),
+    ("", "b", 1, "b: 1\n"),
+    ("a: 1\n", "s.c", 1, "a: 1\ns.c: 1\n"),
+    ("s:\n  a: 1\nb: 2\n", "s.c", True, "s:\n  c: true\n  a: 1\nb: 2\n"),
+    ("s: {a: 1}\n", "s.c", 0.5, "s: {c: 0.5, a: 1}\n"),
+    ("s: {}\n", "s.c", 0.5, "s: {c: 0.5}\n"),
+    ("s: 1\n", "s.c", 0.5, None),
+    ("s:\n  a: 1\n", "s.b.c", 1, None),
+    ("a: 1\nb: 2\n", "a", None, "b: 2\n"),
+    ("a: 1\nb: 2", "b", None, "a: 1\n"),
+    ("a: 1\n", "b", None, None),
+]
 
-    assert _edit_yaml(text, key, value) == edited
+
+def test_a_key_is_edited_where_it_stands(subtests):
+    for text, key, value, edited in EDITED:
+        with subtests.test(f"{text} {key} {value} {edited}"):
+            from hf_memopt.foreign.edits import _edit_yaml
+
+            assert _edit_yaml(text, key, value) == edited
 
 
 @pytest.mark.parametrize("name", ["axolotl/cut_cross_entropy.yaml", "axolotl/liger_zero3.yaml"])

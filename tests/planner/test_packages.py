@@ -48,6 +48,7 @@ def test_pictures_need_matplotlib(words, without, command, monkeypatch):
     assert code == 2 and "needs matplotlib, which is not installed: pip install 'matplotlib" in errors
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("package", ["datasets", "matplotlib", "trl"])
 def test_recipes_say_what_they_need_before_they_load_anything(package, without, recipe, tmp_path):
     without(package)

@@ -115,6 +115,7 @@ def test_a_sketch_stays_within_the_share(searched):
                 assert search.needs(choice) <= budget
 
 
+@pytest.mark.slow
 def test_a_kind_of_settings_is_left_out_by_the_variant_that_lost(searched, monkeypatch):
     """Not by its fastest with more features, which lost by more."""
     spec, search = searched

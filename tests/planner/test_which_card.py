@@ -118,6 +118,7 @@ def test_a_card_is_near_its_limit_within_a_sketchs_error(fills, offloads, near):
     assert Fit.is_near.fget(fit) is near
 
 
+@pytest.mark.slow
 def test_a_limit_per_hour_leaves_out_larger_boxes(prices):
     fits = which_card(config(), seq_len=512, method="lora", prices=prices, max_price=0.5, every=True).fits["lora"]
     assert {fit.name for fit in fits} == {"rtx_3070", "t4", "t4x2", "apple_m2_8gb"}

@@ -44,6 +44,8 @@ def test_yaml_is_what_accelerate_reads(path):
     assert options.num_processes == content["num_processes"]
 
 
+@pytest.mark.kept
+@pytest.mark.slow
 def test_yaml_agrees_with_the_presets(subtests):
     for path in YAMLS:
         with subtests.test(path=path):

@@ -77,6 +77,7 @@ def test_a_template_that_trl_knows_is_trained_whole(prepared):
     assert trainer.args.assistant_only_loss and "Four." in trained and "Six." in trained and "plus" not in trained
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("rows", "settings", "said"),
     [

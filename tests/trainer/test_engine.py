@@ -73,26 +73,28 @@ def cases():
         engines = sorted(rule.when.get("strategy", frozenset()) & set(ENGINES))
         for engine, offload, way in product(engines, sorted(rule.when.get("offload", {"none"})), WAYS):
             if (engine, way) not in {("ddp", "argument"), ("ddp", "plugin"), ("tp", "plugin")}:
-                yield pytest.param(number, engine, offload, way, id=f"{number}-{engine}-{offload}-{way}")
+                yield number, engine, offload, way
 
 
-@pytest.mark.drawn(45)
-@pytest.mark.parametrize(("number", "engine", "offload", "way"), list(cases()))
-def test_every_row_is_tripped_in_every_way(number, engine, offload, way, monkeypatch, tmp_path):
-    rule = RULES[number]
-    rest = {name: sorted(values)[0] for name, values in rule.when.items() if name not in ("strategy", "offload")}
-    decided = {name: rest.pop(name, False) for name in ("engine_optimizer", "engine_checkpointing")}.values()
-    fields, state = {}, None
-    if way == "argument":
-        fields = arguments_for(engine, offload, *decided)
-    elif way == "environment":
-        for name, value in environment_for(engine, offload, *decided, tmp_path).items():
-            monkeypatch.setenv(name, value)
-    else:
-        state = state_for(engine, offload, *decided)
-    setup = Setup(**resolve_engine(fields, state).setup(), **rest)
-    assert rule.matches(setup)
-    assert refusals(setup)
+def test_every_row_is_tripped_in_every_way(tmp_path, subtests):
+    for number, engine, offload, way in cases():
+        with subtests.test(f"{number} {engine} {offload} {way}"), pytest.MonkeyPatch.context() as patched:
+            rule = RULES[number]
+            rest = {
+                name: sorted(values)[0] for name, values in rule.when.items() if name not in ("strategy", "offload")
+            }
+            decided = {name: rest.pop(name, False) for name in ("engine_optimizer", "engine_checkpointing")}.values()
+            fields, state = {}, None
+            if way == "argument":
+                fields = arguments_for(engine, offload, *decided)
+            elif way == "environment":
+                for name, value in environment_for(engine, offload, *decided, tmp_path).items():
+                    patched.setenv(name, value)
+            else:
+                state = state_for(engine, offload, *decided)
+            setup = Setup(**resolve_engine(fields, state).setup(), **rest)
+            assert rule.matches(setup)
+            assert refusals(setup)
 
 
 @pytest.mark.parametrize("given", [OFFLOADING, "zero2_offload_cpu", deepspeed_config(OFFLOADING)])

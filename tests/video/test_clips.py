@@ -35,6 +35,7 @@ def brightness(clip) -> list[int]:
     return [int(frame.mean()) for frame in clip.frames]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", CODECS)
 def test_every_container_and_codec(name, tmp_path):
     """The frames are those that decoding all of the file gives, the first and the last among them."""

@@ -127,6 +127,7 @@ def test_headers_tell_what_a_sample_will_be(name, folder):
                     assert is_text or one.device.type == "meta" or torch.equal(one, other), key
 
 
+@pytest.mark.slow
 def test_bad_files_count_as_the_rows_in_their_place(folder, tmp_path):
     from hf_memopt.video.samples import BadVideos
 
