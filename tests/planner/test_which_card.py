@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -303,3 +304,18 @@ def test_an_estimate_counts_for_the_cards_whose_bytes_it_has():
         constant("context_bytes", made.sketch.job.device).value
     )
     assert not any(search.quick for search in (made, same, alike, other))
+
+
+def test_cards_whose_attention_keeps_scores_have_a_sketch_of_their_own():
+    """Below compute capability 8.0 no fused kernel takes grouped heads: V100, T4, RTX 20."""
+    spec = JobSpec(model=config(), config=config(), method="lora", seq_len=1024, effective_batch_size=4)
+    market = cards._Market(spec, lambda text: None)
+    old, new = (market.candidate(catalog()[name], 1, "lora").search for name in ("v100_32gb", "rtx_3090"))
+    largest = max(old.choices, key=lambda choice: (choice.micro_batch, -choice.checkpointed, old.needs(choice)))
+    pair = ((old, largest), (new, replace(largest, dtype="bfloat16")))
+    with_scores, without = (search.needs(choice) for search, choice in pair)
+    for search, choice in pair:
+        search.estimate([choice])
+    held, plain = (search.estimates[choice].peak_allocated_bytes for search, choice in pair)
+    scores, sketched = held - plain, with_scores - without
+    assert scores > 2**27 and sketched == pytest.approx(scores, rel=0.05)

@@ -26,7 +26,12 @@ def is_fused(dtype: torch.dtype, grouped: bool, capability: float | None) -> boo
         grouped: several heads of the queries share one of the keys.
         capability: CUDA compute capability; None or 0 for a card that has none (ROCm's), which takes all 16 bits.
     """
-    return not grouped or (dtype in _HALVES and (not capability or capability >= _FLASH))
+    return not grouped or (dtype in _HALVES and takes_groups(capability))
+
+
+def takes_groups(capability: float | None) -> bool:
+    """True if a device has a fused kernel that takes groups of heads, in 16 bits."""
+    return not capability or capability >= _FLASH
 
 
 @contextmanager

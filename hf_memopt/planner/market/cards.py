@@ -181,12 +181,16 @@ class _Market:
         return self._groups[key]
 
     def _architecture(self, device: Hardware) -> str:
-        """The device's, where the job names kernels that not every card has."""
+        """The device's, where the job names kernels that not every card has; one for all that keep scores of heads."""
+        from hf_memopt.estimator.patches.math_attention import takes_groups
+
         request = self.request
         named = request.attn_implementation or request.training.get("use_liger_kernel")
         quantized = getattr(request.config, "quantization_config", None) is not None
         patterns = request.memory_args.sliding_window or request.memory_args.sparse_block_size
-        return device.architecture if named or quantized or patterns else ""
+        return (
+            device.architecture if named or quantized or patterns else "" if takes_groups(device.capability) else "old"
+        )
 
     def _sketch(self, spec: JobSpec) -> Sketch:
         """The traces of a method: of the reference card's settings, where it takes the job."""
