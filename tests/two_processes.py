@@ -172,6 +172,7 @@ def child(case, rank: int, port: int, folder: Path) -> None:
 
 def trl_child(case, rank: int, folder: Path) -> None:
     """A run of one of TRL's trainers; the first process writes its weights and what it logged."""
+    sys.path.append(str(Path(__file__).parent / "trainer"))
     import test_trl
 
     trainer, weights, _ = test_trl.train(
