@@ -134,7 +134,7 @@ def read_command(path: Path | None, text: str) -> Source:
     options = dict(launch.options) if launch.by == "accelerate" else {}
     if command.tool == "trl":
         options |= _taken_out(settings)
-    engine = _engine(dict(options), folder, command.folder) if launch.by == "accelerate" or options else {}
+    engine = _engine(dict(options), folder, command.folder)
     started = replace(launch, options=options) if launch.by == "accelerate" else launch
     engine |= _surroundings(settings, started, environment, engine)
     return Source(path, text, read_table(command.tool), settings, engine, command)

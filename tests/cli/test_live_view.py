@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -189,3 +190,16 @@ def test_the_live_view_ends_with_an_interrupt(tmp_path):
     reader.join(10)
     os.close(side)
     os.close(main)
+
+
+def test_processes_of_the_host_above_256_mib(monkeypatch):
+    sizes = {1: 2**28, 2: 2**28 + 1, 3: 2**30, 4: None}
+    found = [
+        SimpleNamespace(info={"pid": pid, "name": None, "memory_info": size and SimpleNamespace(rss=size)})
+        for pid, size in sizes.items()
+    ]
+    monkeypatch.setattr(device_usage.psutil, "process_iter", lambda names: found)
+    assert [(one.pid, one.name, one.memory) for one in device_usage._host().processes] == [
+        (3, "", 2**30),
+        (2, "", 2**28 + 1),
+    ]

@@ -16,7 +16,7 @@ from hf_memopt.foreign.key_table import EFFECTS, list_tables
 from hf_memopt.foreign.launchers import LAUNCHERS
 from hf_memopt.foreign.source import read_source
 from hf_memopt.foreign.translate import translate
-from hf_memopt.foreign.values import VIA
+from hf_memopt.foreign.values import AUTO, VIA
 
 FOLDER = Path(__file__).parents[1] / "foreign_configs"
 EXPECTED = tomllib.loads((FOLDER / "expected.toml").read_text(encoding="utf-8"))
@@ -308,6 +308,9 @@ def test_ids_of_the_same_sizes_name_bundled_architectures():
     assert is_bundled_id("NousResearch/Llama-3.2-1B") and not is_bundled_id("NousResearch/Hermes-3-Llama-3.1-8B")
 
 
+_ZERO2 = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -315,6 +318,10 @@ def test_ids_of_the_same_sizes_name_bundled_architectures():
         (
             "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n",
             {"training.fsdp_config": {"version": 2, "cpu_offload": True}},
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {offload_optimizer_device: cpu}\n",
+            {"training.deepspeed": {**AUTO, "zero_optimization": _ZERO2, "zero_allow_untested_optimizer": True}},
         ),
         ("distributed_type: TPU\n", "is not modelled"),
         ("a: 1\n", "is no configuration of accelerate"),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hf_memopt.cli.foreign import examine_foreign, read_job
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError
 from hf_memopt.foreign.edits import changes, chosen_keys, edit
@@ -209,8 +210,16 @@ def test_devices_of_a_command_and_of_the_hardware_must_agree(command):
     assert code == 2 and "world_size=1 differ" in errors
 
 
-def test_doctor_takes_commands_that_end_like_files(command):
+def test_doctor_takes_commands_that_end_like_files(command, tmp_path):
     assert command("doctor", "uv run axolotl train ax.yml")[0] == 0
+    (tmp_path / "other.yaml").write_text("services: {}")
+    assert examine_foreign(str(tmp_path / "other.yaml")) is examine_foreign("a/model") is None
+
+
+@pytest.mark.parametrize(("hardware", "devices"), [(None, 4), ("rtx_4090", 4), ("4xrtx_4090", 4)])
+def test_one_card_of_the_hardware_leaves_the_commands_devices(hardware, devices):
+    job = "NPROC_PER_NODE=4 swift sft --model Qwen/Qwen2.5-0.5B --max_length 64"
+    assert read_job(job, "full", None, hardware=hardware)[0].world_size == devices
 
 
 _CHECKPOINTS = {"training.activation_checkpointing": False, _BATCH: 4}

@@ -11,7 +11,7 @@ from test_oom import TABLE
 from hf_memopt.errors import InputError
 from hf_memopt.oom.causes import Failure, explain
 from hf_memopt.oom.classify import Diagnosis, OomKind, diagnose, diagnose_text
-from hf_memopt.oom.figures import parse_figures
+from hf_memopt.oom.figures import _CONTEXT, _attribute, parse_figures
 from hf_memopt.reports.advice import Advice, advise, advise_on_text
 from hf_memopt.units import GIB
 
@@ -361,3 +361,9 @@ def test_texts_that_are_no_paths(source):
         assert advise(source) is None or "memory" in source
     except InputError as error:
         assert "no such folder or file" in str(error)
+
+
+@pytest.mark.parametrize(("rest", "others"), [(0, 0), (1, 6 * GIB + 1)])
+def test_what_nobody_is_listed_for_is_others_above_a_quarter(rest, others):
+    figures = {"capacity_bytes": 24 * GIB, "free_bytes": GIB, "allocated_bytes": 17 * GIB - _CONTEXT - rest}
+    assert _attribute(dict(figures), []).get("others_bytes", 0) == others

@@ -145,6 +145,8 @@ def test_what_counts_as_free(monkeypatch):
     assert auto.usable_memory(get_hardware("rtx_4090")) == 20 * 2**30 + context - 256 * 2**20
     assert auto.usable_memory(get_hardware("apple_m4_max_64gb")) == 3 * 2**30 - 256 * 2**20  # the host's own is less
     assert auto.usable_memory(get_hardware("cpu")) == 2 * 2**30
+    monkeypatch.setattr(Card, "read", lambda self: readers.Reading(0, 0, 0, 0, 0, 24 * 2**30, 0, 0, 0))
+    assert auto.usable_memory(get_hardware("cpu")) == 1
 
 
 def test_several_processes_do_not_plan(monkeypatch):

@@ -53,8 +53,9 @@ def test_a_finished_run_is_not_replaced_unasked(weights, tmp_path):
     assert keep_finished_run(recipe, training) == training
     recipe.dry_run, recipe.overwrite = False, True
     assert keep_finished_run(recipe, training)["resume_from_checkpoint"] == "no"
+    (tmp_path / "checkpoint-notes").write_text("no folder")
     remove_finished_run(str(tmp_path))
-    assert [file.name for file in tmp_path.iterdir()] == [weights]
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(["checkpoint-notes", weights])
     (tmp_path / "checkpoint-1").mkdir()
     assert keep_finished_run(recipe, training) == training, "what replaces it resumes, once interrupted"
     remove_finished_run(str(tmp_path))

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, Train
 from hf_memopt import MemoryArguments, estimate, estimate_trainer
 from hf_memopt.errors import InputError
 from hf_memopt.levers.replaced import put_back
-from hf_memopt.recipe.phase_peaks import PhasePeaks
+from hf_memopt.recipe.phase_peaks import PhasePeaks, _model_inputs
 from hf_memopt.recipe.video import answer, real_inputs
 from hf_memopt.trainer.video_trainer import VideoTrainer
 from hf_memopt.video.collator import VideoCollator
@@ -406,3 +406,15 @@ def test_a_micro_batch_that_does_not_fit_is_cut_between_samples(name, clips, tmp
             trainer.train()
         weights.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=1e-7)
+
+
+def test_of_pixels_and_their_masks_only_shapes_are_kept():
+    shapes = {"input_ids": (2, 3), "position_ids": (3, 2, 3), "pixels": (2, 4), "mask": (1, 2, 3), "cut": (2,)}
+    given = {
+        name: torch.ones(shape, dtype=torch.float if name in ("pixels", "cut") else torch.long)
+        for name, shape in shapes.items()
+    }
+    kept = _model_inputs({**given, "use_cache": False, "scalar": torch.tensor(1)})
+    assert {name: tuple(value.shape) for name, value in kept.items()} == shapes
+    assert [name for name, value in kept.items() if value.is_meta] == ["pixels", "mask"]
+    assert _model_inputs({**given, "other": [1]}) is _model_inputs({"pixels": given["pixels"]}) is None

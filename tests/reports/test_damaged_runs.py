@@ -249,5 +249,13 @@ def test_only_the_logs_end_is_read(tmp_path):
     assert readings.to_list()[-1]["step"] == 99 and 0 < readings.seen < 10
 
 
+def test_a_bad_line_is_named_by_its_place(tmp_path):
+    line, bad = json.dumps(reading(1)) + "\n", json.dumps(reading(2) | {"allocated": "x"}) + "\n"
+    (tmp_path / LOG).write_text(3 * line + bad)
+    for largest, place in ((10**6, "line 4: "), (len(line + bad), "line 2 of its end: ")):
+        with pytest.raises(InputError, match=f"{LOG} {place}allocated"):
+            read_log(tmp_path / LOG, largest)
+
+
 def test_the_log_has_one_name():
     assert LOG == LOG_FILE

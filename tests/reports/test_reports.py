@@ -72,6 +72,14 @@ def test_the_end_of_a_run(tmp_path):
             {"events": [], "measured": {"peak_allocated_bytes": 23 * 2**30, "peak_reserved_bytes": 23 * 2**30}},
             "96% full",
         ),
+        (
+            {
+                "events": [],
+                "hardware": {"memory_bytes": 25 * 2**30},
+                "measured": {"peak_allocated_bytes": 23 * 2**30, "peak_reserved_bytes": 23 * 2**30},
+            },
+            "Nothing",  # 92 %
+        ),
         ({"events": [{"event": "memory_grows", "step": 3, "label": "leak"}]}, "Memory grew (leak)"),
         ({"events": [RECOVERED]}, "per_device_train_batch_size=4"),
     ],

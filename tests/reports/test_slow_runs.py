@@ -125,12 +125,11 @@ def test_fetching_is_told_from_what_else_lies_between_two_steps():
 def test_the_disks_share_of_the_processors_time(monkeypatch):
     """Linux' counters, made up: a system without iowait has none."""
     before = {"user": 10.0, "idle": 10.0, "iowait": 1.0, "guest": 5.0}
-    times = [
-        SimpleNamespace(_fields=tuple(one), **one)
-        for one in (before, before | {"user": 14.0, "idle": 13.0, "iowait": 4.0, "guest": 9.0})
-    ]
-    monkeypatch.setattr(psutil, "cpu_times", lambda: times.pop(0))
-    assert DiskWait().share() == pytest.approx(0.3)
+    after = before | {"user": 14.0, "idle": 13.0, "guest": 9.0}
+    for waited, share in ((4.0, 0.3), (1.5, 0.5 / 7.5), (1.0, 0.0), (0.0, 0.0)):  # it may fall: proc(5)
+        times = [SimpleNamespace(_fields=tuple(one), **one) for one in (before, after | {"iowait": waited})]
+        monkeypatch.setattr(psutil, "cpu_times", lambda times=times: times.pop(0))
+        assert DiskWait().share() == pytest.approx(share)
     plain = SimpleNamespace(_fields=("user", "idle"), user=1.0, idle=2.0)
     monkeypatch.setattr(psutil, "cpu_times", lambda: plain)
     assert DiskWait().share() is None

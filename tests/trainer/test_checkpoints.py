@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import killed_run
 import pytest
@@ -11,6 +12,8 @@ from small_runs import OOM, same, train
 from transformers import Trainer
 
 from hf_memopt import InputError, MemoryTrainer
+from hf_memopt.trainer.checkpoints.resuming import SafeResume
+from hf_memopt.trainer.step.batch_limit import BatchLimit
 
 
 def _saves_fail(times: int):
@@ -104,3 +107,12 @@ def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["kills"] >= 1 and result["losses"] == wanted
+
+
+@pytest.mark.parametrize(("noted", "elements"), [(64, 64), (1, 1), (0, None), (-8, None), ("64", None)])
+def test_a_run_starts_with_the_chunk_that_fitted(noted, elements, tmp_path):
+    file = tmp_path / "memory_state.json"
+    file.write_text(json.dumps({"effective_batch_size": 8, "world_size": 1, "piece_elements": noted}))
+    trainer = SimpleNamespace(limit=BatchLimit(3), args=None, _effective_batch_size=lambda: 8)
+    SafeResume._keep_effective_batch(trainer, file)
+    assert trainer.limit.elements == elements

@@ -42,6 +42,12 @@ def test_what_is_no_sharded_checkpoint(tmp_path):
     tiny().save_pretrained(tmp_path / "whole")
     with pytest.raises(InputError, match="has no sharded weights"):
         consolidate(tmp_path / "whole", tmp_path / "model")
+    (tmp_path / "states" / "global_step1").mkdir(parents=True)
+    (tmp_path / "states" / "global_step1" / "a_optim_states.pt").touch()  # without the file that says which is latest
+    (tmp_path / "latest").write_text("global_step1")  # without states
+    for source in (tmp_path / "states", tmp_path):
+        with pytest.raises(InputError, match="has no sharded weights"):
+            consolidate(source, tmp_path / "model")
 
 
 def test_a_torn_checkpoint_leaves_nothing(tmp_path):

@@ -1,20 +1,34 @@
 """Losses and batches that other people write: a micro-batch in chunks gives the whole one's gradients, or is not
 split."""
 
+import contextlib
+import itertools
 from functools import wraps
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from conftest import slow
 from faults import Strikes
 from small_runs import OOM, llama, train
 from torch.nn import functional
-from transformers import Trainer
+from transformers import (
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    LlavaForConditionalGeneration,
+    T5ForConditionalGeneration,
+    Trainer,
+)
 
 from hf_memopt import InputError, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory
-from hf_memopt.trainer.step.runner import StepRunner
+from hf_memopt.trainer.step.known_code import _own_model
+from hf_memopt.trainer.step.loss_rule import LossRule, known_mean
+from hf_memopt.trainer.step.recoverability import _why_not_repeated
+from hf_memopt.trainer.step.runner import MicroBatch, StepRunner
 from hf_memopt.trainer.step.split import KtoLayout, PairLayout, RowLayout
+from hf_memopt.trainer.step.step_state import Buffers, StepState
 
 
 def shifted_cross_entropy(outputs, labels, **kwargs):
@@ -326,3 +340,83 @@ def test_every_kto_chunk_has_the_whole_kl_batch():
     batch = {"input_ids": torch.ones(4, 2), "label": torch.ones(4), "KL_input_ids": torch.ones(4, 3)}
     chunk = KtoLayout().chunk(batch, 0, 1)
     assert chunk["input_ids"].shape == (1, 2) and chunk["KL_input_ids"].shape == (4, 3)
+
+
+# ---- parts of a step
+
+
+@pytest.mark.parametrize(("processes", "synced", "apart"), [(1, True, 0), (2, True, 1), (2, False, 2)])
+def test_only_the_last_chunk_of_a_window_is_reduced(processes, synced, apart, monkeypatch):
+    monkeypatch.setattr(StepState, "now", lambda trainer: None)
+    passes, rows = [], {"x": torch.arange(4.0)}
+
+    @contextlib.contextmanager
+    def no_sync(model):
+        passes.append(model)
+        yield
+
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(world_size=processes),
+        accelerator=SimpleNamespace(no_sync=no_sync),
+        split_batch=lambda inputs, start, stop: {"x": inputs["x"][start:stop]},
+    )
+    buffers = SimpleNamespace(changed_since=lambda state: "", note_changed=lambda state: "")
+    rule = SimpleNamespace(weight=lambda *_: 0.5)
+    runner = SimpleNamespace(_trainer=trainer, _rule=rule, own_loss=False, buffers=buffers, splits=True)
+    runner._hooked_backward = contextlib.nullcontext
+    micro = MicroBatch(rows, None, samples=4, elements=4, size=2, synced=synced, number=0, versions=[])
+    loss = StepRunner._run(runner, lambda model, inputs, items: inputs["x"].sum(), "model", micro, synced)
+    assert (float(loss), passes) == (3.0, ["model"] * apart)
+
+
+@pytest.mark.parametrize(
+    ("kind", "smoothed", "rule"),
+    [
+        (LlamaForCausalLM, False, LossRule.LABELS),
+        (LlamaForCausalLM, True, LossRule.LABELS),
+        (LlamaForSequenceClassification, True, LossRule.UNSHIFTED),
+        (LlavaForConditionalGeneration, False, LossRule.LABELS),
+        (LlavaForConditionalGeneration, True, LossRule.UNSHIFTED),
+        (T5ForConditionalGeneration, False, LossRule.UNSHIFTED),
+        (LlamaModel, False, None),
+    ],
+)
+def test_what_the_loss_of_a_class_is_a_mean_over(kind, smoothed, rule):
+    model = kind.__new__(kind)
+    torch.nn.Module.__init__(model)
+    model.config = SimpleNamespace(is_encoder_decoder=kind is T5ForConditionalGeneration)
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    assert known_mean(SimpleNamespace(model=model, accelerator=accelerator, label_smoother=smoothed or None)) is rule
+
+
+def test_modules_of_ones_own_are_named():
+    class Mine(torch.nn.Linear):
+        pass
+
+    known = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    assert _own_model(known) == ""
+    assert _own_model(torch.nn.Sequential(known, Mine(2, 2))) == "1 is your own Mine"
+    assert _own_model(Mine(2, 2)) == "the model is your own Mine"
+    known[1].forward = lambda x: x
+    assert _own_model(known) == "1 has a forward of your own"
+
+
+def test_weights_are_watched_where_a_step_of_ones_own_runs_again():
+    trainer = SimpleNamespace(model=torch.nn.BatchNorm1d(2))
+    made = {both: Buffers(trainer, *both) for both in itertools.product((True, False), repeat=2)}
+    assert [len(one.written()) for one in made.values()] == [2, 0, 0, 0]
+    assert [len(one.copies()) for one in made.values()] == [3, 0, 3, 0]
+
+
+def test_normalization_over_the_batch_does_not_repeat():
+    args = SimpleNamespace(n_gpu=1, optim="adamw_torch", world_size=1)
+    memory = SimpleNamespace(oom_recovery=True, optimizer_in_backward=False)
+    trainer = SimpleNamespace(args=args, memory_args=memory, is_distributed_loading_by_transformers=False)
+    trainer.accelerator = SimpleNamespace(distributed_type=DistributedType.NO)
+    for model, reason in (
+        (None, ""),
+        (torch.nn.Sequential(torch.nn.LayerNorm(2)), ""),
+        (torch.nn.Sequential(torch.nn.BatchNorm1d(2)), "0 normalizes over the whole batch and counts every pass"),
+    ):
+        trainer.model = model
+        assert _why_not_repeated(trainer, None) == reason

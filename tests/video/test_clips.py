@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -11,7 +12,7 @@ import videos
 from conftest import slow
 
 from hf_memopt.errors import InputError
-from hf_memopt.video.clips import outline_clip, read_clip
+from hf_memopt.video.clips import _decode, outline_clip, packet_times, read_clip
 from hf_memopt.video.frame_limits import FrameLimits, capped_size
 from hf_memopt.video.video_files import BadVideo
 
@@ -48,6 +49,14 @@ def test_every_container_and_codec(name, tmp_path):
     assert all(
         (kept == frames[index].transpose(2, 0, 1)).all() for kept, index in zip(clip.frames, clip.indices, strict=True)
     )
+
+
+def test_a_time_without_its_frame_is_noticed(tmp_path):
+    path = videos.write(tmp_path / "a.mp4", videos.numbered(9), options={"g": "3"})
+    times = packet_times(path)
+    assert _decode(path, times, FrameLimits(4)).indices == (0, 3, 5, 8)
+    assert _decode(path, replace(times, stamps=[stamp - 1 for stamp in times.stamps]), FrameLimits(4)) is None
+    assert _decode(path, replace(times, stamps=[stamp + 10**6 for stamp in times.stamps]), FrameLimits(4)) is None
 
 
 @pytest.mark.drawn(10)

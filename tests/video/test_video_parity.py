@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import videos
@@ -58,3 +59,27 @@ def test_a_1080p_frame_is_not_shrunk_below_what_the_checkpoint_takes():
     assert (clip.steps, clip.step_tokens) == (32, (1932 // 28) * (1092 // 28)) == (32, 2691)
     small = VideoInputs(64, 224, 224, settings=settings).clip(config)
     assert small.step_tokens == (224 // 28) ** 2, "nor a small one enlarged"
+
+
+@pytest.mark.parametrize(
+    ("kind", "video_id", "place", "step", "tokens"),
+    [
+        ("qwen2_vl", 8, 8, 132, 267),
+        ("llava_onevision", None, 7, 4, 16),
+        ("internvl", None, 7, 3, 33),
+        ("smolvlm", 8, 7, 4, 51),  # frames are images
+    ],
+)
+def test_the_tokens_of_a_clip(kind, video_id, place, step, tokens):
+    vision = SimpleNamespace(image_size=112, patch_size=28)
+    config = SimpleNamespace(model_type=kind, image_token_id=7, video_token_id=video_id, vision_config=vision)
+    config.image_seq_length, config.scale_factor = 3, 2
+    video = VideoInputs(frames=3, height=56, width=60, prompt_tokens=2, answer_tokens=1)
+    clip, ids = video.clip(config), video.batch(config, 1)["input_ids"][0]
+    assert (clip.step_tokens, video.seq_len(config), video.place(config)) == (step, tokens, (place, 2))
+    assert (ids == place).sum() == clip.steps * step + clip.closing_tokens
+
+
+def test_half_the_frames_of_a_clip_that_is_made_up():
+    assert [VideoInputs(frames=count).halved() for count in (1, 2, 3)] == [None, *[VideoInputs(frames=1)] * 2]
+    assert VideoInputs(sample={}).halved() is VideoInputs(packed={}).halved() is None
