@@ -216,10 +216,16 @@ def test_doctor_takes_commands_that_end_like_files(command, tmp_path):
     assert examine_foreign(str(tmp_path / "other.yaml")) is examine_foreign("a/model") is None
 
 
-@pytest.mark.parametrize(("hardware", "devices"), [(None, 4), ("rtx_4090", 4), ("4xrtx_4090", 4)])
-def test_one_card_of_the_hardware_leaves_the_commands_devices(hardware, devices):
-    job = "NPROC_PER_NODE=4 swift sft --model Qwen/Qwen2.5-0.5B --max_length 64"
-    assert read_job(job, "full", None, hardware=hardware)[0].world_size == devices
+@pytest.mark.parametrize(
+    ("variable", "hardware", "accumulation"),
+    [("", None, 16), ("", "rtx_4090", 16), ("", "4xrtx_4090", 4), ("NPROC_PER_NODE=4 ", "rtx_4090", 4)],
+)
+def test_one_card_of_the_hardware_leaves_the_commands_devices(variable, hardware, accumulation):
+    """ms-swift accumulates to 16 samples over all devices."""
+    job = f"{variable}swift sft --model Qwen/Qwen2.5-0.5B --max_length 64"
+    spec = read_job(job, "full", None, hardware=hardware)[0]
+    assert spec.training["gradient_accumulation_steps"] == accumulation
+    assert spec.world_size == (4 if variable else None)
 
 
 _CHECKPOINTS = {"training.activation_checkpointing": False, _BATCH: 4}
