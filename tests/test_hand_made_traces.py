@@ -224,26 +224,33 @@ def test_a_plain_choice_that_nearly_fits_is_doubted(choices, picks, budgets, dou
     assert Search._doubtful(search, picks, budgets) == doubted
 
 
-@pytest.mark.parametrize(
-    ("budget", "kept_out"),
-    [(199, None), (200, 2), (249, 2), (250, None), (399, None), (400, None), (600, 6), (10_400, None)],
-)
-def test_a_faster_and_simpler_choice_that_only_other_kinds_rule_out(budget, kept_out):
-    """3 is dearer than the pick, 4 is estimated and an estimate of its own kind corrects 5."""
-    choices = [*map(_Numbered, (2, 3, 4, 5, 6, 104, 8))]
-    search = SimpleNamespace(
-        choices=choices,
-        estimates={4},
-        sketch_errors={"kind 5": (0, 1)},
-        _keys=lambda choice: ["a", "b", f"kind {choice}", "c"],
-        _price=lambda choice: (9, 9, 9) if choice in (3, 8) else (1, 1, 1),
-        sketch_bytes={choice: (100 * choice, 0) for choice in choices},
-        needs=lambda choice: 100 * choice + 50,
-        _host_has=lambda choice: True,
-    )
-    assert Search._kept_out(search, [choices[-1], None], [budget, budget]) == kept_out
-    search._host_has = lambda choice: False
-    assert Search._kept_out(search, [choices[-1]], [budget]) is None
+def test_a_faster_and_simpler_choice_that_only_other_kinds_rule_out(subtests):
+    """3 is dearer than the pick but for its memory, 4 is estimated and an estimate of its own kind corrects 5."""
+    for budget, kept_out in [
+        (199, None),
+        (200, 2),
+        (249, 2),
+        (250, None),
+        (399, None),
+        (400, None),
+        (600, 6),
+        (10_400, None),
+    ]:
+        with subtests.test(f"{budget}"):
+            choices = [*map(_Numbered, (2, 3, 4, 5, 6, 104, 8))]
+            search = SimpleNamespace(
+                choices=choices,
+                estimates={4},
+                sketch_errors={"kind 5": (0, 1)},
+                _keys=lambda choice: ["a", "b", f"kind {choice}", "c"],
+                _price=lambda choice: (9, 9, 9, choice) if choice in (3, 8) else (9, 9, 8, 9),
+                sketch_bytes={choice: (100 * choice, 0) for choice in choices},
+                needs=lambda choice: 100 * choice + 50,
+                _host_has=lambda choice: True,
+            )
+            assert Search._kept_out(search, [choices[-1], None], [budget, budget]) == kept_out
+            search._host_has = lambda choice: False
+            assert Search._kept_out(search, [choices[-1]], [budget]) is None
 
 
 # ---- the same parts by themselves

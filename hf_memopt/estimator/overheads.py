@@ -108,7 +108,7 @@ def add_concatenation(peaks: dict[str, Peak], size: int) -> None:
 def _evaluated(job, logits: int) -> int:
     """Host memory of the logits of an evaluation: moved in steps, they are concatenated there, and are there twice."""
     in_steps = job.kept_batches < job.evaluated_batches
-    if job.evaluated_batches < 1 or not (in_steps or job.device.discrete_memory):
+    if not (in_steps or job.device.discrete_memory):
         return 0  # numpy's arrays are torch's memory
     return logits * job.evaluated_batches * (2 if in_steps and job.concatenates_logits else 1)
 

@@ -74,9 +74,8 @@ def test_so_many_words():
     assert sum(map(len, MISTAKES.values())) >= 150
 
 
-@pytest.mark.parametrize(
-    ("name", "identifier", "positions"),
-    [
+def test_instruct_models_are_known(subtests):
+    for name, identifier, positions in [
         ("llama-3.1-8b-instruct", "meta-llama/Llama-3.1-8B-Instruct", 131072),
         ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", 131072),
         ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", 131072),
@@ -84,10 +83,11 @@ def test_so_many_words():
         ("llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-chat-hf", 4096),
         ("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", 131072),
         ("qwen3-8b", "Qwen/Qwen3-8B", 40960),
-    ],
-)
-def test_instruct_models_are_known(name, identifier, positions):
-    assert hub_id(name) == identifier and load_config(name).max_position_embeddings == positions
+        ("Llama 3.1 8B Instruct", "meta-llama/Llama-3.1-8B-Instruct", 131072),
+        ("QWEN 3_8b", "Qwen/Qwen3-8B", 40960),
+    ]:
+        with subtests.test(f"{name}"):
+            assert hub_id(name) == identifier and load_config(name).max_position_embeddings == positions
 
 
 def test_every_bundled_name_stands_for_its_own_file():

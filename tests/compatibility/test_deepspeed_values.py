@@ -130,3 +130,16 @@ def test_wrong_values_are_named(subtests):
     for content, named in WRONG:
         with subtests.test(f"{content} {named}"):
             assert [finding.keys for finding in deepspeed_values._wrong_values(content)] == named
+
+
+def test_what_must_be_a_mapping():
+    for content, named in (
+        ({}, []),
+        ({"zero_optimization": {}, "fp16": {"enabled": True}, "aio": None}, []),
+        ({"aio": 5}, ["aio=5 must be a mapping"]),
+        ({"fp16": None, "optimizer": "adam"}, ["fp16=None must be a mapping: leave it out", "optimizer='adam' must"]),
+        ({"zero_optimization": {"offload_param": []}}, ["zero_optimization.offload_param=[] must be a mapping"]),
+        ({"zero_optimization": []}, ["zero_optimization=[] must be a mapping"]),
+    ):
+        found = sorted(finding.text for finding in deepspeed_values._not_mappings(content))
+        assert len(found) == len(named) and all(map(str.startswith, found, named)), found

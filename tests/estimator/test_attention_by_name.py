@@ -2,9 +2,11 @@
 
 import textwrap
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
+import transformers.modeling_flash_attention_utils as utils
 import video_models
 from conftest import run_forked
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,7 +17,7 @@ from hf_memopt import estimate, estimate_trainer
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
 from hf_memopt.estimator.accounting.flash_kernels import BACKWARD, Attention
-from hf_memopt.estimator.patches.flash_attention import counted_flash_attention
+from hf_memopt.estimator.patches.flash_attention import _with_flash_attention, counted_flash_attention
 from hf_memopt.hardware import attention_kernels, get_hardware
 from hf_memopt.hardware.attention_kernels import FLASH, HUB_KERNELS, check_attention
 from hf_memopt.video.inputs import VideoInputs
@@ -132,6 +134,24 @@ def test_hub_kernels_count_as_the_version_that_they_build():
 def test_padding_is_taken_out_and_needs_no_mask():
     padded, plain = (job("flash_attention_2", padded=flag).peak_allocated_bytes for flag in (True, False))
     assert plain < padded < job("sdpa", padded=True, model=config()).peak_allocated_bytes * 1.1
+
+
+def test_one_row_with_positions_is_packed_where_the_job_packs(subtests):
+    for packed in [True, False]:
+        with subtests.test(f"{packed}"):
+            ids, before = torch.zeros(1, 4), utils._is_packed_sequence
+            with counted_flash_attention(8.0, packed):
+                said = [utils._is_packed_sequence(*row) for row in ((ids, 1), (ids, 2), (None, 1), (None, 2))]
+            assert said == [packed, False, False, False] and utils._is_packed_sequence is before
+
+
+def test_models_that_import_flash_attention_where_there_is_one_are_lent_it(subtests):
+    for kind, lent in [("falcon", True), ("gptj", True), ("llama", False)]:
+        with subtests.test(f"{kind}"):
+            module = ModuleType(f"transformers.models.{kind}.modeling_{kind}")
+            with _with_flash_attention(module):
+                assert hasattr(module, "_flash_attention_forward") is lent
+            assert not hasattr(module, "_flash_attention_forward")
 
 
 def test_a_packed_row_needs_no_mask_of_tokens_by_tokens():

@@ -1,11 +1,14 @@
 """What devices hold beside tensors: contexts, workspaces of cuBLAS, and what MPS's allocator reserves."""
 
+from types import SimpleNamespace
+
 import pytest
 from transformers import AutoConfig
 
-from hf_memopt.estimator import estimate
+from hf_memopt.estimator import assembly, estimate
 from hf_memopt.estimator.allocator.metal import MetalAllocator
-from hf_memopt.estimator.overheads import context
+from hf_memopt.estimator.allocator.replay import Replay
+from hf_memopt.estimator.overheads import _evaluated, context
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.constants import assumed
 from hf_memopt.units import GIB, MIB
@@ -104,3 +107,39 @@ def test_mps_reserves_heaps():
     assert estimated.host_bytes > estimated.peak_reserved_bytes  # unified memory
     assert not any("CUDA" in note for note in estimated.notes)
     assert any("MPS's allocator" in note for note in estimated.notes)
+
+
+def test_logits_are_on_the_host_twice_where_steps_are_concatenated(subtests):
+    """Of unified memory, numpy's arrays of what was not moved in steps are torch's."""
+    for evaluated, kept, hardware, concatenates, times in [
+        (0, 0, "rtx_4090", True, 0),
+        (5, 5, "rtx_4090", True, 5),
+        (5, 4, "rtx_4090", True, 10),
+        (5, 1, "rtx_4090", False, 5),
+        (0, 0, "apple_m2_16gb", True, 0),
+        (5, 5, "apple_m2_16gb", True, 0),
+        (5, 4, "apple_m2_16gb", True, 10),
+        (5, 4, "apple_m2_16gb", False, 5),
+    ]:
+        with subtests.test(f"{evaluated}"):
+            device = get_hardware(hardware)
+            job = SimpleNamespace(
+                evaluated_batches=evaluated, kept_batches=kept, device=device, concatenates_logits=concatenates
+            )
+            assert _evaluated(job, 100) == 100 * times
+
+
+def test_what_flat_buffers_reserve_is_scaled_from_a_shallow_model(monkeypatch, subtests):
+    for flat_buffers, added in [(False, [3]), (True, [0])]:
+        with subtests.test(f"{flat_buffers}"):
+            asked, shallow = (
+                [],
+                Replay(100, {"expandable": 120, "segments": 150}, (("forward", 40), ("backward", 100))),
+            )
+            monkeypatch.setattr(
+                assembly, "replay", lambda *job, asked=asked, shallow=shallow: asked.append(job) or shallow
+            )
+            job = SimpleNamespace(engine=SimpleNamespace(flat_buffers=flat_buffers), device="the device")
+            scaled = Replay(250, {"expandable": 300, "segments": 375}, (("forward", 100), ("backward", 250)))
+            assert assembly._replay("the trace", 2, 3, job, 250) == (scaled if flat_buffers else shallow)
+            assert asked == [("the trace", 2, *added, "the device")]

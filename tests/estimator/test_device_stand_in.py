@@ -50,6 +50,19 @@ def test_a_described_card_of_which_only_the_memory_is_known():
         assert torch.cuda.get_device_properties(0).total_memory == 24 * 2**30 and torch.version.hip
 
 
+def test_properties_of_a_card(subtests):
+    for name, capability, architecture, warp in [
+        ("rtx_4090", (8, 9), "", 32),
+        ("b200", (10, 0), "", 32),
+        ("mi300x", (9, 4), "gfx942", 64),
+        ("rx_7900_xtx", (11, 0), "gfx1100", 32),
+    ]:
+        with subtests.test(f"{name}"), seen_by_script(get_hardware(name)):
+            seen = torch.cuda.get_device_properties(0)
+            assert (seen.major, seen.minor) == torch.cuda.get_device_capability() == capability
+            assert (seen.gcnArchName, seen.warp_size, seen.is_integrated) == (architecture, warp, False)
+
+
 def test_libraries_ask_again():
     from transformers.utils import (
         is_torch_bf16_gpu_available,

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.job import describe
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
+from hf_memopt.estimator.training_fields import check_fsdp
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.presets import get_preset, preset_by_name
@@ -157,6 +159,30 @@ def test_a_field_beside_another_strategy_is_refused():
     assert (
         spec_job(preset_spec(preset_by_name("l40s"), training={"fsdp": True}, world_size=2)).engine.family == "fsdp2"
     )
+    fsdp = preset_by_name("l40s_x4", strategy="fsdp2")
+    sharded = [spec_job(preset_spec(fsdp, world_size=size)).engine.family for size in (1, 2, 4)]
+    assert sharded == ["none", "fsdp2", "fsdp2"], "one process shards nothing"
+
+
+def test_fsdp_needs_several_processes_and_its_settings_need_fsdp(subtests):
+    for fields, strategy, world_size, refusal in [
+        ({"fsdp": True}, None, 1, "fsdp=True shards"),
+        ({"fsdp": True}, None, 2, None),
+        ({"fsdp": True}, "ddp", 1, None),
+        ({"fsdp": True, "deepspeed": {}}, None, 1, "fsdp=True shards"),
+        ({"fsdp": True, "deepspeed": "zero2"}, None, 1, None),
+        ({}, "fsdp2", 1, "strategy=fsdp2 shards"),
+        ({}, "fsdp2", 2, None),
+        ({}, "zero2", 1, None),
+        ({}, None, 1, None),
+        ({"fsdp_config": {"version": 2}}, None, 2, "is read under FSDP alone"),
+        ({"fsdp_config": {"version": 2}}, "ddp", 2, "is read under FSDP alone"),
+        ({"fsdp_config": {"version": 2}}, "fsdp2", 2, None),
+        ({"fsdp_config": {"version": 2}, "fsdp": True}, None, 2, None),
+    ]:
+        refused = pytest.raises(InputError, match=refusal) if refusal else nullcontext()
+        with subtests.test(f"{fields}"), refused:
+            check_fsdp(fields, strategy, world_size)
 
 
 @pytest.mark.slow

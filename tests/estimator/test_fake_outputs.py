@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_memopt.estimator.accounting import fake_outputs
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
+from hf_memopt.estimator.accounting.known_values import known_value
 from hf_memopt.estimator.fake_pretrained import fake_models
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 
@@ -89,6 +90,25 @@ def test_values_are_not_remembered():
         sizes = [torch.ones(6, dtype=torch.long).cumsum(0)[:length].nonzero().shape for length in (2, 4)]
         assert sizes == [(2, 1), (4, 1)]
         assert [torch.tensor(value).item() for value in (3, 5)] == [3, 5]
+
+
+def test_a_value_is_known_where_it_follows_from_known_ones(subtests):
+    for make, value in [
+        (lambda: torch.arange(3) * 0.5, [0, 0.5, 1]),
+        (lambda: torch.arange(3, dtype=torch.float32).exp().exp().log() > 1.5, [False, True, True]),
+        (lambda: torch.rand(3), None),
+        (lambda: torch.rand(1), [1]),
+        (lambda: torch.randn(1), None),
+        (lambda: torch.randint(5, 6, (2,)), [5, 5]),
+        (lambda: torch.randperm(1), [0]),
+        (lambda: torch.empty(2), None),
+        (lambda: torch.arange(2**16 + 1) * 1.0, None),
+        (lambda: torch.arange(2) + torch.empty(2), None),
+    ]:
+        with subtests.test(f"{make}"):
+            with FakeTensorMode(allow_non_fake_inputs=True), FakeLedger(accelerator=True):
+                known = known_value(make())
+            assert (known if known is None else known.tolist()) == value
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,13 @@ def test_vllms_share_of_the_card_limits_it_and_a_server_has_its_own():
     assert rollout(world_size=4, **served).generation > shares[0].generation, "the completions of all processes"
 
 
+def test_vllm_reads_a_prompt_once_for_all_its_completions():
+    """Of 32 completions: 4 prompts in groups of 8, and 8 in groups of 4, of 100 tokens."""
+    fewer, more = (rollout(use_vllm=True, num_generations=size).generation for size in (8, 4))
+    assert fewer == rollout(use_vllm=True).generation
+    assert more - fewer == pytest.approx((8 - 4) * 100 * 0.01 / (8 * 400))
+
+
 def test_sleeping_and_tensor_parallelism():
     awake = rollout(use_vllm=True)
     assert rollout(use_vllm=True, vllm_enable_sleep_mode=True).generation == pytest.approx(awake.generation + SLEEPING)

@@ -1,5 +1,7 @@
 """The optimizer in backward: the same weights as after it, gradients that are gone, and what it excludes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import slow
@@ -9,7 +11,7 @@ from test_adam_mini import stop_after
 
 from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, TrainingOutOfMemory, estimate
-from hf_memopt.levers.features.optimizers import step_in_backward
+from hf_memopt.levers.features.optimizers import _largest_gradient, step_in_backward
 
 ALONE = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "weight_decay": 0.1}
 MEMORY = {"optimizer_in_backward": True}
@@ -46,6 +48,13 @@ def test_a_gradient_is_gone_when_the_next_one_comes():
     model(input_ids=ids, labels=ids).loss.backward()
     assert max(there) == 0 and all(weight.grad is None for weight in model.parameters())
     assert len(optimizer.state) == len(list(model.parameters()))
+
+
+def test_a_sketch_has_the_largest_gradient_alone(subtests):
+    for kinds, gradients in [({}, 0), ({"gradients": 9}, 7), ({"gradients": 5}, 5)]:
+        with subtests.test(f"{kinds}"):
+            _largest_gradient(kinds, 0, SimpleNamespace(largest_weight=7), None)
+            assert kinds == {"gradients": gradients}
 
 
 @pytest.mark.slow

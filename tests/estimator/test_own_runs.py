@@ -128,7 +128,8 @@ def test_of_many_runs_the_middle_counts_and_memory_that_was_off_is_said(runs):
     found = own_runs.own_runs("a")
     assert (found.ratio, found.runs, found.memory_error) == (pytest.approx(0.775), 4, -0.024)
     assert found.in_words("a").endswith("scaled; memory: the peak of one was predicted 2.4% too low")
-    assert "memory" not in dataclasses.replace(found, memory_error=0.01).in_words("a")
+    for unsaid in (0.01, -0.01, None):
+        assert "memory" not in dataclasses.replace(found, memory_error=unsaid).in_words("a")
     assert "1.1% too high" in dataclasses.replace(found, memory_error=0.011).in_words("a")
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, flags, run
+from peft import BOFTConfig, LoraConfig
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaConfig
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.tracing.model import count_weights
+from hf_memopt.estimator.tracing.model import count_weights, weight_sizes
 from hf_memopt.recipe.preflight import Launch, check, check_sharded, describe_launch, problems
 
 BILLION = 10**9
@@ -136,6 +138,23 @@ def test_what_works_has_no_problems():
     assert not list(
         problems(Launch(deepspeed=auto, batches={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}))
     )
+
+
+def test_weights_are_counted_of_models_and_adapters_that_need_values():
+    """SigLIP asks for the largest of its initial weights, BOFT's blocks are made from numbers."""
+    part = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**part, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300}
+    siglip = Gemma3Config(text_config=text, vision_config={**part, "image_size": 28, "patch_size": 14})
+    with torch.device("meta"):
+        weights = Gemma3ForConditionalGeneration(siglip).parameters()
+    assert count_weights(siglip, "image-text-to-text") == sum(weight.numel() for weight in weights)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
+    )
+    lora = LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    assert weight_sizes(config, "causal-lm", peft_config=lora) == [8 * 64] * 4
+    boft = BOFTConfig(boft_block_size=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    assert count_weights(config, "causal-lm", peft_config=boft) == 2 * (16 * 4 * 4 + 64)
 
 
 def test_this_launch_is_read(monkeypatch, tmp_path):

@@ -8,14 +8,24 @@ import torch
 from conftest import slow
 from peft import LoHaConfig, LoraConfig
 from test_estimator import CHECKPOINTED, LENGTH, _config, _lora
-from transformers import BitsAndBytesConfig, LlamaConfig
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from benchmarks.profiled_peak import allocator_peak
+from hf_memopt.engines import NO_ENGINE
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import assembly, estimate
 from hf_memopt.estimator.accounting.ledger import _parts
-from hf_memopt.estimator.tracing.fake_quantization import _DEQUANTIZED_BYTES, loaded_tensors, staged_bytes
+from hf_memopt.estimator.quantized_checkpoints import quantization_notes
+from hf_memopt.estimator.tracing.fake_quantization import (
+    _DEQUANTIZED_BYTES,
+    _quantize_by_transformers,
+    loaded_tensors,
+    staged_bytes,
+)
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
+from hf_memopt.estimator.tracing.model import ModelSettings
+from hf_memopt.hardware import get_hardware
 
 
 def _load(folder, config, quantization, dtype=torch.bfloat16):
@@ -404,3 +414,47 @@ def test_the_replay_of_all_layers_has_the_peak_that_two_depths_extend_to(how, mo
     estimate(config, fields, LENGTH, "a100_80gb", world_size=processes, strategy=strategy, **how)
     extended, replayed = compared[0]
     assert extended == pytest.approx(replayed, rel=within)
+
+
+def test_what_is_quantized_or_dequantized_is_loaded_whole():
+    settings = ({}, {"quantization_config": {}}, {"dequantized": "fp8"}, {"peft_config": _lora()})
+    assert [ModelSettings(config=None, task="causal-lm", **one).loaded_whole for one in settings] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_weights_of_a_methods_own_modules_are_trained_in_bitnet_alone(subtests):
+    for method, trained in [("bitnet", True), ("fp8", False)]:
+        with subtests.test(f"{method}"):
+            quantization = AutoQuantizationConfig.from_dict({"quant_method": method, **CHECKPOINTS[method][0]})
+            with torch.device("meta"):
+                model = LlamaForCausalLM(_config(1, vocabulary=40000))
+            frozen = model.model.norm.weight.requires_grad_(False)
+            _quantize_by_transformers(model, quantization, pre_quantized=True)
+            weights = dict(model.named_parameters())
+            assert not any(weight.is_meta for weight in weights.values()) and frozen is not model.model.norm.weight
+            assert not model.model.norm.weight.requires_grad
+            assert weights["model.layers.0.self_attn.q_proj.weight"].requires_grad is trained
+            assert weights["model.embed_tokens.weight"].requires_grad is trained
+
+
+def test_notes_say_what_of_a_quantized_model_was_not_measured(subtests):
+    for quantization, dequantized, notes in [
+        (None, "", []),
+        (None, "fp8", ["fp8 weights are dequantized while they are loaded, which is not counted"]),
+        (None, "mxfp4", ["mxfp4 weights are dequantized while they are loaded, counted as in transformers'"]),
+        ({"quant_method": "fp8"}, "", ["FP8 matmuls are counted"]),
+        ({"quant_method": "compressed-tensors"}, "", ["compressed-tensors decompresses all weights"]),
+    ]:
+        with subtests.test(f"{quantization}"):
+            job = SimpleNamespace(
+                quantization_config=quantization,
+                dequantized=dequantized,
+                engine=NO_ENGINE,
+                device=get_hardware("h100_80gb"),
+            )
+            found = [*quantization_notes(job)]
+            assert len(found) == len(notes) and all(map(str.startswith, found, notes)), found

@@ -41,7 +41,7 @@ from record import RESULTS
 from speed_generated import HELD_BACK, OPEN, by_group, stated_error
 from speed_published import held_out, ranked_right, stated_errors
 
-from hf_memopt.estimator.accounting.work import _flops, _visited
+from hf_memopt.estimator.accounting.work import _flops, _measure, _visited
 
 BF16 = {"per_device_train_batch_size": 2, "bf16": True}
 
@@ -326,6 +326,15 @@ def test_every_row_is_multiplied_with_one_experts_weight():
     rows, weights = torch.empty(6, 4), torch.empty(3, 4, 5)
     assert _flops(torch.ops.aten._grouped_mm.default, (rows, weights), {}, None) == 2 * 6 * 4 * 5
     assert _flops(torch.ops.aten._int_mm.default, (rows, weights[0]), {}, None) == 2 * 6 * 4 * 5
+
+
+def test_a_kernel_moves_all_its_tensors_and_has_the_rate_of_its_matmuls_type():
+    a, b = torch.empty(6, 4, dtype=torch.bfloat16), torch.empty(4, 5, dtype=torch.bfloat16)
+    moved = 2 * (6 * 4 + 4 * 5 + 6 * 5)
+    assert _measure(torch.ops.aten.mm.default, (a, b), {}, a @ b) == (2 * 6 * 4 * 5, moved, 2, None)
+    assert _measure(torch.ops.aten.mul.Tensor, (a, 2), {}, a) == (0, 2 * 2 * 6 * 4, 0, None)
+    assert _measure(torch.ops.aten.t.default, (a,), {}, a.t()) is None
+    assert _measure(torch.ops.aten.empty_like.default, (a,), {}, a) is None
 
 
 @pytest.mark.parametrize(("tokens", "rate"), [(100, 100 * 3 * 2 / 4.0), (None, None)])

@@ -14,7 +14,13 @@ from small_runs import llama, train, with_lora
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_memopt import InputError, MemoryArguments
-from hf_memopt.levers.activation_compression import Compressed, Compressor, _quantize, compress_activations
+from hf_memopt.levers.activation_compression import (
+    Compressed,
+    Compressor,
+    _is_log_sum_exp,
+    _quantize,
+    compress_activations,
+)
 
 SIZES = {"vocab_size": 300, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 LLAMA = {"intermediate_size": 256, "num_key_value_heads": 2}
@@ -104,6 +110,22 @@ def test_what_it_leaves_alone():
         assert compressor.pack(left) is left, left.shape
     for taken in (torch.randn(2, 128, 128), torch.randn(256, 128), torch.randn(2, 4, 128, 128)):
         assert not isinstance(compressor.pack(taken), torch.Tensor), taken.shape
+
+
+def test_a_log_sum_exp_is_known_by_the_heads_before_it(subtests):
+    for shape, heads, is_one in [
+        ((2, 4, 128), (2, 4, 128), True),
+        ((2, 4, 160), (2, 4, 128), True),  # padded
+        ((2, 5, 128), (2, 4, 128), False),
+        ((2, 4, 128), (2, 4), False),
+        ((4, 256), (256, 4), True),  # of packed rows
+        ((256, 4), (256, 4), False),
+        ((4, 2), (2, 4, 128), False),
+        ((2, 4, 128, 32), (2, 4, 128), False),
+        ((4, 256), (), False),
+    ]:
+        with subtests.test(f"{shape}"):
+            assert _is_log_sum_exp(torch.empty(shape), heads) is is_one
 
 
 LAYOUTS = {

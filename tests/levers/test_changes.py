@@ -69,6 +69,19 @@ def test_settings_are_fields():
         assert change.settings or change.compute or change.label, name
 
 
+def test_settings_change_the_part_of_a_job_that_they_belong_to():
+    own = {"learning_rate": 1e-3, "per_device_train_batch_size": 4}
+    job = Facts(setup=Setup(device="cuda", method="full", optim="adamw_torch", precision="bf16"), training=own)
+    settings = {"strategy": "zero3_offload_cpu", "optim": "sgd", "method": "lora", "dtype": "bfloat16"}
+    settings |= {"seq_len": 64, "max_frames": 2, "loss_chunk_size": 8, "per_device_train_batch_size": 1}
+    fields = {"optim": "sgd", "per_device_train_batch_size": 1}
+    assert training_fields(settings) == fields
+    changed = job.changed(settings)
+    assert {name: changed.training[name] for name in (*own, "optim")} == own | fields
+    setup = replace(job.setup, strategy="zero3", offload="cpu", optim="sgd", method="lora", dtype="bfloat16")
+    assert (changed.setup, changed.memory_args) == (setup, replace(job.memory_args, loss_chunk_size=8))
+
+
 SETTINGS = [
     ("CHECKPOINTING", {"setup": {"activation_checkpointing": True}}, None),
     ("CHECKPOINTING", {"setup": {"engine_checkpointing": True}}, None),

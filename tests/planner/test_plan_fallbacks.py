@@ -80,19 +80,21 @@ def _spec(method="full", gigabytes=200, **fields) -> JobSpec:
     return replace(spec, host_memory=HostMemory(gigabytes * GIB, "a test"))
 
 
-@pytest.mark.parametrize(
-    ("spec", "first"),
-    [
+def test_where_nothing_fits_the_most_exact_fallback_is_first(subtests):
+    for spec, first in [
         (_spec(), "zero2_offload_cpu"),
         (_spec(gigabytes=64), "none"),  # no host memory for master weights and states: bf16 weights
         (_spec("lora"), None),
+        (replace(_spec(), host_memory=None), "zero2_offload_cpu"),
         (replace(_spec(), hardware=_spec().preset), "none"),  # a process that no launcher started
-    ],
-)
-def test_where_nothing_fits_the_most_exact_fallback_is_first(spec, first):
-    found = [*fallbacks(JobSpec(model="llama-3.1-8b", hardware="a100_80gb", method="full"), {spec.method: spec})]
-    assert [fallback.spec.preset.strategy for fallback in found[:1]] == ([first] if first else [])
-    assert {fallback.spec.preset.dtype for fallback in found} <= {"bfloat16"}
+        (replace(_spec(), strategy="none"), "none"),
+    ]:
+        with subtests.test(f"{spec}"):
+            found = [
+                *fallbacks(JobSpec(model="llama-3.1-8b", hardware="a100_80gb", method="full"), {spec.method: spec})
+            ]
+            assert [fallback.spec.preset.strategy for fallback in found[:1]] == ([first] if first else [])
+            assert {fallback.spec.preset.dtype for fallback in found} <= {"bfloat16"}
 
 
 def test_experts_are_quantized_where_adapters_leave_them_out():

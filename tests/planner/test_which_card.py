@@ -125,6 +125,27 @@ def test_a_limit_per_hour_leaves_out_larger_boxes(prices):
     assert {fit.name for fit in fits} == {"rtx_3070", "t4", "t4x2", "apple_m2_8gb"}
 
 
+def test_boxes_are_looked_at_up_to_the_limit_per_hour(subtests):
+    for per_hour, max_price, boxes in [
+        (None, None, [1, 2, 4, 8]),
+        (None, 1.0, [1, 2, 4, 8]),
+        ({}, 1.0, [1, 2, 4, 8]),
+        ({"t4": 0.5}, None, [1, 2, 4, 8]),
+        ({"t4": 0.5}, 2.0, [1, 2, 4]),
+        ({"t4": 0.5}, 1.99, [1, 2]),
+        ({"t4": 0.5}, 0.49, []),
+    ]:
+        with subtests.test(f"{per_hour}"):
+            asked = []
+            prices = None if per_hour is None else SimpleNamespace(per_hour=per_hour)
+            market = SimpleNamespace(
+                candidate=lambda device, devices, method, asked=asked: asked.append((devices, method))
+            )
+            compared = cards._Comparison(prices=prices, max_price=max_price, every=True, tokens=None)
+            assert compared._of_card(market, catalog()["t4"], "lora") == []
+            assert asked == [(devices, "lora") for devices in boxes]
+
+
 @pytest.mark.slow
 def test_where_nothing_fits_it_says_what_would(tmp_path):
     file = tmp_path / "prices.toml"

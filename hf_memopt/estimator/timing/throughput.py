@@ -11,7 +11,7 @@ from hf_memopt.estimator.accounting.work import extended
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.overheads import paged_bytes
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.timing.generation_time import FORWARD, Rollout, generation_note, rollout_time
+from hf_memopt.estimator.timing.generation_time import FORWARD, generation_note, rollout_time
 from hf_memopt.estimator.timing.own_runs import OwnRuns, own_runs, speed_setup
 from hf_memopt.estimator.timing.speed import has_rates, kernel_seconds, peak_rate
 from hf_memopt.estimator.timing.speed_errors import DENSE, describe_error, find_error, job_kind
@@ -124,15 +124,15 @@ def throughput(
     outside, layer = job.elements(trained=True)
     loaded = max(peak.by_kind.get("parameters", 0) for peak in peaks.values())
     seconds = StepTime.of(job, outside + layer * layers, loaded).seconds(step)
-    rollout = Rollout(0.0, 0.0)
+    generation = None
     if job.generates:
         forward = FORWARD * (taken.micro - again) / shares, FORWARD * (taken.launches - launched_again) / micro_batches
-        rollout = rollout_time(job, peaks, *forward)
-        seconds += sum(rollout)
+        generation, scoring = rollout_time(job, peaks, *forward)
+        seconds += generation + scoring
     flops = sum(count * kernel.flops for kernel, count in kernels.items() if not kernel.recomputed) / shares
     peak = peak_rate(job.device)
     mfu = peak and accumulation * flops / seconds / peak
-    return Throughput.of(job, seconds, mfu, rollout.generation if job.generates else None)
+    return Throughput.of(job, seconds, mfu, generation)
 
 
 def main_attention(job: Job) -> str | None:
