@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hf_memopt.estimator.accounting.work import computed_once
 from hf_memopt.estimator.timing.generation_time import FORWARD, Rollout, rollout_time
 from hf_memopt.estimator.timing.speed import Seconds, kernel_seconds, memory_rate
 from hf_memopt.estimator.timing.step_time import Step, StepTime, host_link
@@ -77,14 +78,25 @@ class Cost:
         """Seconds in which a step's completions are generated and scored."""
         if not choice.trl.generations:
             return Rollout(0.0, 0.0)
-        forward = FORWARD * self._line(self.sketch.plain, self.sketch.samples(choice))
-        launching = FORWARD * self._seconds(self.sketch.plain[0]).launches
-        batch = {
+        forward = FORWARD * self._line(self._once, self.sketch.samples(choice))
+        fields = {
             "per_device_train_batch_size": choice.micro_batch,
             "gradient_accumulation_steps": choice.accumulation,
+            **choice.trl.fields(),
         }
-        job = replace(self.sketch.job, engine=choice.engine)
-        return rollout_time(job, self.sketch.plain[0].peaks, forward, launching, batch | choice.trl.fields())
+        return rollout_time(
+            replace(self.sketch.job, engine=choice.engine),
+            self.sketch.plain[0].peaks,
+            forward,
+            FORWARD * self._seconds(self._once[0]).launches,
+            fields,
+        )
+
+    @functools.cached_property
+    def _once(self) -> tuple[Traced, Traced]:
+        """The traces without checkpointed layers, less what backward computes again even there, as TRL's head does its
+        chunks (trl 1.16, add_fused_lm_head): a pass that generates or scores has no backward."""
+        return tuple(replace(traced, kernels=computed_once(traced.kernels)) for traced in self.sketch.plain)
 
     def computed(self, choice: Choice, micro_seconds: float) -> Step:
         """The work of a choice's step.
@@ -110,9 +122,8 @@ class Cost:
         return self.step(choice) * engine * COMPLEXITY**choice.complexities * LEVER**choice.levers
 
     def _micro(self, choice: Choice) -> float:
-        seconds = 0.0
-        for share, pair in self.sketch.shares(choice):
-            seconds += share * self._line(pair, self.sketch.samples(choice))
+        samples = self.sketch.samples(choice)
+        seconds = sum(share * self._line(pair, samples) for share, pair in self.sketch.shares(choice))
         for knob in choice.on:
             seconds = knob.seconds(seconds, self, choice)
         return seconds

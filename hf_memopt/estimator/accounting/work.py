@@ -128,6 +128,11 @@ def _attention(packet, args, kwargs) -> Attention | None:
     return Attention(args[query].shape[-1], visited, args[query].element_size(), query == 1, masked)
 
 
+def computed_once(kernels: Counter) -> Counter:
+    """The kernels without what is computed again in backward."""
+    return Counter({kernel: count for kernel, count in kernels.items() if not kernel.recomputed})
+
+
 def extended(low: Counter, high: Counter, steps: int) -> Counter:
     """The kernels of a deep model, `steps` times the distance from `low` to `high` beyond `low`.
 

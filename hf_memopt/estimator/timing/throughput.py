@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
-from hf_memopt.estimator.accounting.work import extended
+from hf_memopt.estimator.accounting.work import computed_once, extended
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.overheads import paged_bytes
 from hf_memopt.estimator.result import Estimate
@@ -105,8 +104,8 @@ def throughput(
     micro_batches = steps * traced_micro_batches(counted.fields)
     shares = micro_batches * job.shared
     taken = kernel_seconds(kernels, job.device, main_attention(job))
-    recomputed = Counter({kernel: count for kernel, count in kernels.items() if kernel.recomputed})
-    again, _, launched_again = kernel_seconds(recomputed, job.device, main_attention(job))
+    needed = computed_once(kernels)
+    once = kernel_seconds(needed, job.device, main_attention(job))
     moments = [trace.moments for trace in traces]
     peaks = extrapolate_peaks(job.config, depths, moments, not job.engine.flat_buffers, job.unlike_layers)
     micro_seconds = taken.micro / shares
@@ -114,7 +113,7 @@ def throughput(
     step = Step(
         engine=job.engine,
         accumulation=accumulation,
-        micro_seconds=micro_seconds + _waits(job, peaks, micro_seconds, again / shares),
+        micro_seconds=micro_seconds + _waits(job, peaks, micro_seconds, once.micro / shares),
         launch_seconds=taken.launches / micro_batches,
         optimizer_seconds=taken.optimizer / steps,
         optimizer_offloaded=job.device.discrete_memory
@@ -126,10 +125,10 @@ def throughput(
     seconds = StepTime.of(job, outside + layer * layers, loaded).seconds(step)
     generation = None
     if job.generates:
-        forward = FORWARD * (taken.micro - again) / shares, FORWARD * (taken.launches - launched_again) / micro_batches
+        forward = FORWARD * once.micro / shares, FORWARD * once.launches / micro_batches
         generation, scoring = rollout_time(job, peaks, *forward)
         seconds += generation + scoring
-    flops = sum(count * kernel.flops for kernel, count in kernels.items() if not kernel.recomputed) / shares
+    flops = sum(count * kernel.flops for kernel, count in needed.items()) / shares
     peak = peak_rate(job.device)
     mfu = peak and accumulation * flops / seconds / peak
     return Throughput.of(job, seconds, mfu, generation)
@@ -148,7 +147,7 @@ def with_speed(estimate: Estimate, speed: Throughput | None, note: str) -> Estim
     return dataclasses.replace(estimate, **figures, notes=(*estimate.notes, note, *share))
 
 
-def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float) -> float:
+def _waits(job: Job, peaks: dict[str, Peak], computing: float, once: float) -> float:
     """Seconds that a micro-batch waits for what travels between the host and the device.
 
     Activations are what the host holds in forward and backward beyond what it always holds. A layer's copies overlap
@@ -158,7 +157,7 @@ def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float
 
     Args:
         computing: seconds of a micro-batch's kernels.
-        recomputed: of these, the second forward of checkpointed layers.
+        once: of these, without the second forward of checkpointed layers.
     """
     held = [peak.host for name, peak in peaks.items() if name.startswith(("forward", "backward"))]
     streamed = min(held, default=0) if getattr(job.memory_args, "weight_streaming", False) else 0
@@ -169,9 +168,8 @@ def _waits(job: Job, peaks: dict[str, Peak], computing: float, recomputed: float
     moving, exposed = moved / host_link(job.device), constant("exposed_traffic", job.device).value
     if not (getattr(job.memory_args, "activation_offload", False) or job.fields.get("activation_offloading")):
         return late + 2 * moving
-    once = computing - recomputed
     forward = FORWARD * once
-    share = max(0.0, 1 - recomputed / forward)  # of the layers that are not checkpointed
+    share = max(0.0, 1 - (computing - once) / forward)  # of the layers that are not checkpointed
     passes = share * forward, share * (once - forward)
     return late + sum(max(seconds, moving) + exposed * min(seconds, moving) - seconds for seconds in passes)
 
