@@ -236,7 +236,7 @@ def test_a_faster_and_simpler_choice_that_only_other_kinds_rule_out(subtests):
         (600, 6),
         (10_400, None),
     ]:
-        with subtests.test(f"{budget}"):
+        with subtests.test(budget=budget):
             choices = [*map(_Numbered, (2, 3, 4, 5, 6, 104, 8))]
             search = SimpleNamespace(
                 choices=choices,

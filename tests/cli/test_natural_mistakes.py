@@ -86,7 +86,7 @@ def test_instruct_models_are_known(subtests):
         ("Llama 3.1 8B Instruct", "meta-llama/Llama-3.1-8B-Instruct", 131072),
         ("QWEN 3_8b", "Qwen/Qwen3-8B", 40960),
     ]:
-        with subtests.test(f"{name}"):
+        with subtests.test(name=name):
             assert hub_id(name) == identifier and load_config(name).max_position_embeddings == positions
 
 

@@ -138,7 +138,7 @@ def test_padding_is_taken_out_and_needs_no_mask():
 
 def test_one_row_with_positions_is_packed_where_the_job_packs(subtests):
     for packed in [True, False]:
-        with subtests.test(f"{packed}"):
+        with subtests.test(packed=packed):
             ids, before = torch.zeros(1, 4), utils._is_packed_sequence
             with counted_flash_attention(8.0, packed):
                 said = [utils._is_packed_sequence(*row) for row in ((ids, 1), (ids, 2), (None, 1), (None, 2))]
@@ -147,7 +147,7 @@ def test_one_row_with_positions_is_packed_where_the_job_packs(subtests):
 
 def test_models_that_import_flash_attention_where_there_is_one_are_lent_it(subtests):
     for kind, lent in [("falcon", True), ("gptj", True), ("llama", False)]:
-        with subtests.test(f"{kind}"):
+        with subtests.test(kind=kind):
             module = ModuleType(f"transformers.models.{kind}.modeling_{kind}")
             with _with_flash_attention(module):
                 assert hasattr(module, "_flash_attention_forward") is lent

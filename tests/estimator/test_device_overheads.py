@@ -1,6 +1,7 @@
 """What devices hold beside tensors: contexts, workspaces of cuBLAS, and what MPS's allocator reserves."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoConfig
@@ -121,7 +122,7 @@ def test_logits_are_on_the_host_twice_where_steps_are_concatenated(subtests):
         (5, 4, "apple_m2_16gb", True, 10),
         (5, 4, "apple_m2_16gb", False, 5),
     ]:
-        with subtests.test(f"{evaluated}"):
+        with subtests.test(f"{kept} of {evaluated} on {hardware}, {concatenates}"):
             device = get_hardware(hardware)
             job = SimpleNamespace(
                 evaluated_batches=evaluated, kept_batches=kept, device=device, concatenates_logits=concatenates
@@ -131,15 +132,11 @@ def test_logits_are_on_the_host_twice_where_steps_are_concatenated(subtests):
 
 def test_what_flat_buffers_reserve_is_scaled_from_a_shallow_model(monkeypatch, subtests):
     for flat_buffers, added in [(False, [3]), (True, [0])]:
-        with subtests.test(f"{flat_buffers}"):
-            asked, shallow = (
-                [],
-                Replay(100, {"expandable": 120, "segments": 150}, (("forward", 40), ("backward", 100))),
-            )
-            monkeypatch.setattr(
-                assembly, "replay", lambda *job, asked=asked, shallow=shallow: asked.append(job) or shallow
-            )
+        with subtests.test(flat_buffers=flat_buffers):
+            shallow = Replay(100, {"expandable": 120, "segments": 150}, (("forward", 40), ("backward", 100)))
+            asked = Mock(return_value=shallow)
+            monkeypatch.setattr(assembly, "replay", asked)
             job = SimpleNamespace(engine=SimpleNamespace(flat_buffers=flat_buffers), device="the device")
             scaled = Replay(250, {"expandable": 300, "segments": 375}, (("forward", 100), ("backward", 250)))
             assert assembly._replay("the trace", 2, 3, job, 250) == (scaled if flat_buffers else shallow)
-            assert asked == [("the trace", 2, *added, "the device")]
+            asked.assert_called_once_with("the trace", 2, *added, "the device")

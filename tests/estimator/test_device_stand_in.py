@@ -57,7 +57,7 @@ def test_properties_of_a_card(subtests):
         ("mi300x", (9, 4), "gfx942", 64),
         ("rx_7900_xtx", (11, 0), "gfx1100", 32),
     ]:
-        with subtests.test(f"{name}"), seen_by_script(get_hardware(name)):
+        with subtests.test(name=name), seen_by_script(get_hardware(name)):
             seen = torch.cuda.get_device_properties(0)
             assert (seen.major, seen.minor) == torch.cuda.get_device_capability() == capability
             assert (seen.gcnArchName, seen.warp_size, seen.is_integrated) == (architecture, warp, False)

@@ -181,7 +181,7 @@ def test_fsdp_needs_several_processes_and_its_settings_need_fsdp(subtests):
         ({"fsdp_config": {"version": 2}, "fsdp": True}, None, 2, None),
     ]:
         refused = pytest.raises(InputError, match=refusal) if refusal else nullcontext()
-        with subtests.test(f"{fields}"), refused:
+        with subtests.test(fields=fields, strategy=strategy, world_size=world_size), refused:
             check_fsdp(fields, strategy, world_size)
 
 

@@ -105,7 +105,7 @@ def test_a_value_is_known_where_it_follows_from_known_ones(subtests):
         (lambda: torch.arange(2**16 + 1) * 1.0, None),
         (lambda: torch.arange(2) + torch.empty(2), None),
     ]:
-        with subtests.test(f"{make}"):
+        with subtests.test(value=value):
             with FakeTensorMode(allow_non_fake_inputs=True), FakeLedger(accelerator=True):
                 known = known_value(make())
             assert (known if known is None else known.tolist()) == value

@@ -52,7 +52,7 @@ def test_a_gradient_is_gone_when_the_next_one_comes():
 
 def test_a_sketch_has_the_largest_gradient_alone(subtests):
     for kinds, gradients in [({}, 0), ({"gradients": 9}, 7), ({"gradients": 5}, 5)]:
-        with subtests.test(f"{kinds}"):
+        with subtests.test(kinds=kinds):
             _largest_gradient(kinds, 0, SimpleNamespace(largest_weight=7), None)
             assert kinds == {"gradients": gradients}
 

@@ -428,7 +428,7 @@ def test_what_is_quantized_or_dequantized_is_loaded_whole():
 
 def test_weights_of_a_methods_own_modules_are_trained_in_bitnet_alone(subtests):
     for method, trained in [("bitnet", True), ("fp8", False)]:
-        with subtests.test(f"{method}"):
+        with subtests.test(method=method):
             quantization = AutoQuantizationConfig.from_dict({"quant_method": method, **CHECKPOINTS[method][0]})
             with torch.device("meta"):
                 model = LlamaForCausalLM(_config(1, vocabulary=40000))
@@ -449,7 +449,7 @@ def test_notes_say_what_of_a_quantized_model_was_not_measured(subtests):
         ({"quant_method": "fp8"}, "", ["FP8 matmuls are counted"]),
         ({"quant_method": "compressed-tensors"}, "", ["compressed-tensors decompresses all weights"]),
     ]:
-        with subtests.test(f"{quantization}"):
+        with subtests.test(quantization=quantization, dequantized=dequantized):
             job = SimpleNamespace(
                 quantization_config=quantization,
                 dequantized=dequantized,

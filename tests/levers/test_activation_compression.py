@@ -124,7 +124,7 @@ def test_a_log_sum_exp_is_known_by_the_heads_before_it(subtests):
         ((2, 4, 128, 32), (2, 4, 128), False),
         ((4, 256), (), False),
     ]:
-        with subtests.test(f"{shape}"):
+        with subtests.test(shape=shape, heads=heads):
             assert _is_log_sum_exp(torch.empty(shape), heads) is is_one
 
 

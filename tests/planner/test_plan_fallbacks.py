@@ -89,7 +89,7 @@ def test_where_nothing_fits_the_most_exact_fallback_is_first(subtests):
         (replace(_spec(), hardware=_spec().preset), "none"),  # a process that no launcher started
         (replace(_spec(), strategy="none"), "none"),
     ]:
-        with subtests.test(f"{spec}"):
+        with subtests.test(first=first, strategy=spec.strategy, method=spec.method):
             found = [
                 *fallbacks(JobSpec(model="llama-3.1-8b", hardware="a100_80gb", method="full"), {spec.method: spec})
             ]

@@ -4,6 +4,7 @@ import json
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoConfig
@@ -135,15 +136,13 @@ def test_boxes_are_looked_at_up_to_the_limit_per_hour(subtests):
         ({"t4": 0.5}, 1.99, [1, 2]),
         ({"t4": 0.5}, 0.49, []),
     ]:
-        with subtests.test(f"{per_hour}"):
-            asked = []
+        with subtests.test(per_hour=per_hour, max_price=max_price):
             prices = None if per_hour is None else SimpleNamespace(per_hour=per_hour)
-            market = SimpleNamespace(
-                candidate=lambda device, devices, method, asked=asked: asked.append((devices, method))
-            )
+            market = Mock(candidate=Mock(return_value=None))
             compared = cards._Comparison(prices=prices, max_price=max_price, every=True, tokens=None)
             assert compared._of_card(market, catalog()["t4"], "lora") == []
-            assert asked == [(devices, "lora") for devices in boxes]
+            asked = [call.args for call in market.candidate.call_args_list]
+            assert asked == [(catalog()["t4"], devices, "lora") for devices in boxes]
 
 
 @pytest.mark.slow
