@@ -191,7 +191,7 @@ def test_speeds_say_what_they_rest_on():
     assert any(text.startswith("speed: ±") and "of RLOO none was compared" in text for text in generating.notes)
     assert any(text.startswith("generation: ") for text in generating.notes)
     # The sketch, by which choices are ranked, is close to what is shown.
-    assert profile.seconds == pytest.approx(profile.estimate.step_seconds, rel=0.01)
+    assert profile.seconds == pytest.approx(profile.estimate.step_seconds, rel=0.1)
     nothing = plan("qwen3-32b", "rtx_3060_12gb", method="full", seq_len=256, memory=GIB)
     assert not nothing.profiles and not any(text.startswith("speed") for text in nothing.notes)
 
