@@ -19,6 +19,7 @@ from hf_memopt.estimator.tracing.fake_quantization import is_quantized, quantize
 from hf_memopt.estimator.tracing.fake_tensors import CAST, FakeMode, cast_in_place
 from hf_memopt.estimator.tracing.model import outside_zero3
 from hf_memopt.hardware import get_hardware
+from hf_memopt.stack.versions import has
 
 # Attributes of a model: whether from_pretrained puts it on the device, and bytes that resizing its embeddings takes.
 _PLACED, RESIZED = "_hf_memopt_placed", "_hf_memopt_resized"
@@ -80,8 +81,10 @@ def _fake_classes(mode: FakeMode) -> Iterator[None]:
                 loaded = real(cls, pretrained_model_name_or_path, *args, **kwargs)
             model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
             pre_quantized = is_quantized(model.config)
-            device = get_hardware("auto")  # the one that the script sees
-            model.config, quantization, _ = resolve_quantization(model.config, quantization_config, device)
+            # The device is the one that the script sees.
+            model.config, quantization, _ = resolve_quantization(
+                model.config, quantization_config, get_hardware("auto")
+            )
             if quantization is not None:
                 quantize(model, quantization, pre_quantized)
             vars(model)[_PLACED] = device_map is not None or quantization is not None
@@ -175,18 +178,22 @@ def _fake_load(model, state_dict, checkpoint_files, load_config, expected_keys=N
     """Leave what loading leaves: weights in their dtypes on one device, tied where they are tied."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
-    _leave_meta(model, load_config.dtype_plan or {})
+    _leave_meta(model, load_config.dtype_plan or {}, unfrozen=has("transformers", "5.0"))
     if expected_keys is None:  # the whole model, not an adapter
         model.tie_weights(recompute_mapping=False)
     empty = {"error_msgs": [], "conversion_errors": {}}  # the other fields, more in newer versions, are sets
     return LoadStateDictInfo(**{item.name: empty.get(item.name, set()) for item in fields(LoadStateDictInfo)}), None
 
 
-def _leave_meta(module: torch.nn.Module, float32: dict[str, torch.dtype], prefix: str = "") -> None:
+def _leave_meta(
+    module: torch.nn.Module, float32: dict[str, torch.dtype], prefix: str = "", unfrozen: bool = False
+) -> None:
     """Put fake tensors in the place of those on the meta device.
 
     Args:
         float32: patterns of the weights that a model keeps in another dtype (`_keep_in_fp32_modules`).
+        unfrozen: weights that a constructor froze, as sinusoidal positions, are trained: transformers 5.0 to 5.24 puts
+            new ones in their place, which are not frozen (set_param_for_module).
     """
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
@@ -196,10 +203,10 @@ def _leave_meta(module: torch.nn.Module, float32: dict[str, torch.dtype], prefix
             planned = (dtype for pattern, dtype in float32.items() if re.search(pattern.replace("*", ".*"), whole))
             value = torch.empty_like(tensor, dtype=next(planned, tensor.dtype), device="cpu")
             if tensors is module._parameters:
-                value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+                value = torch.nn.Parameter(value, value.is_floating_point() if unfrozen else tensor.requires_grad)
             tensors[name] = value
     for name, child in module.named_children():
-        _leave_meta(child, float32, f"{prefix}{name}.")
+        _leave_meta(child, float32, f"{prefix}{name}.", unfrozen)
 
 
 _ADAPTERS = Part.DRY_RUN.replaces(

@@ -7,8 +7,10 @@ import torch
 from dry_runs import MODEL, SHAPE, caught, listing, prepare, refusal
 
 from hf_memopt.estimator import estimate_trainer
+from hf_memopt.estimator.fake_pretrained import fake_models
 from hf_memopt.estimator.scripts.dry_run import caught_trainer
 from hf_memopt.estimator.scripts.launched import ScriptCommand
+from hf_memopt.stack.versions import has
 
 # peft (0.21.2) and trl (1.16) use the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning")
@@ -46,6 +48,29 @@ def test_from_pretrained_takes_its_arguments(arguments, expected, folder):
         "rtx_4090",
     ):
         pass
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_weights_that_a_constructor_freezes_are_trained_where_loading_replaces_them(saved, tmp_path, monkeypatch):
+    """Whether a checkpoint has them or, as Marian's of its positions, leaves them out."""
+    from transformers import MarianConfig, MarianMTModel
+
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 32, "pad_token_id": 0}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    model = MarianMTModel(MarianConfig(**sizes, **heads, max_position_embeddings=8, decoder_start_token_id=0))
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+    assert len(frozen) == 2
+    if saved:
+        monkeypatch.setattr(MarianMTModel, "_keys_to_ignore_on_save", [])
+    model.save_pretrained(tmp_path)
+    with fake_models():
+        fake = MarianMTModel.from_pretrained(tmp_path)
+    loaded = MarianMTModel.from_pretrained(tmp_path)
+    trained, expected = (
+        {name for name, weight in made.named_parameters() if weight.requires_grad} for made in (fake, loaded)
+    )
+    assert trained == expected
+    assert frozen <= trained or not has("transformers", "5.0")
 
 
 @pytest.mark.parametrize(("weights", "dtype"), [(True, "float16"), (False, "float32")])
