@@ -127,7 +127,8 @@ def check_shared(job) -> None:
     else:
         _check_ring(job, what)
     levers = job.memory_args.levers() if job.memory_args is not None else {}
-    if apart := {*WHOLE_SAMPLES, "sliding_window"} & levers.keys():
+    # Ulysses shifts labels before it divides them, a ring's loss has to.
+    if apart := {*WHOLE_SAMPLES, "sliding_window", *(["loss_chunk_size"] * (not job.shares_heads))} & levers.keys():
         raise InputError(f"{min(apart)} needs whole samples, which {what} divides: leave it out")
 
 

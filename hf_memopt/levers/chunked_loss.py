@@ -122,7 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if of_bias:
                 d_bias += d_logits.sum(0, dtype=wide)
             del d_logits
-        ctx.gradients = d_hidden, d_weight, d_bias
+        ctx.gradients, ctx.labels = (d_hidden, d_weight, d_bias), len(hidden)
         ctx.types = weight.dtype, None if bias is None else bias.dtype
         return total
 
@@ -130,8 +130,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, scale):
         if ctx.gradients is None:
             raise RuntimeError("backward through a chunked loss works only once: forward computed the gradients")
-        (d_hidden, d_weight, d_bias), ctx.gradients = ctx.gradients, None
-        weight_type, bias_type = ctx.types
+        (d_hidden, d_weight, d_bias), (weight_type, bias_type), ctx.gradients = ctx.gradients, ctx.types, None
+        # Without a label, as a device's part of a shared sample may be, the mean is 0 / 0, and the gradient zero.
+        scale = scale if ctx.labels else 0.0
         gradients = [
             None if d_hidden is None else d_hidden.mul_(scale),
             None if d_weight is None else d_weight.mul_(scale).to(weight_type),

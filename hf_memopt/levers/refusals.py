@@ -4,7 +4,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.levers.arguments import MemoryArguments
 
 # Fields of MemoryArguments that need all tokens of a sample, which sequence parallelism divides.
-WHOLE_SAMPLES = ("loss_chunk_size", "logits_to_keep", "max_tokens_per_batch", "sparse_block_size")
+WHOLE_SAMPLES = ("logits_to_keep", "max_tokens_per_batch", "sparse_block_size")
 
 
 def check_with_trl(memory_args: MemoryArguments, what: str) -> None:

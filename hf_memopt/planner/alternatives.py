@@ -157,7 +157,7 @@ _FAMILIES = tuple(dict.fromkeys(knob.family for knob in KNOBS if knob.family))
 
 def _families(choice: Choice) -> list[str]:
     if choice.strategy != "none":
-        return [choice.strategy]
+        return [choice.strategy + (", samples shared by devices" if choice.shared > 1 else "")]
     named = []
     if not choice.levers:
         named.append("no memory feature")

@@ -22,8 +22,10 @@ from hf_memopt.levers.changes import ADAM_8BIT
 from hf_memopt.levers.facts import Facts
 from hf_memopt.levers.feature import Knob
 from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
+from hf_memopt.levers.refusals import WHOLE_SAMPLES
 from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.packages import is_installed
+from hf_memopt.planner.devices import sharing_counts
 from hf_memopt.planner.trl_choices import NO_TRL, TrlChoice, trl_space
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
@@ -63,6 +65,7 @@ class Choice:
         paged: optimizer states leave the device where it has no room for them (full fine-tuning).
         streamed: share of the layers whose frozen weights are in host memory, with the embeddings; 0 without.
         trl: what TRL's trainer of a task adds.
+        shared: devices that share each sample.
     """
 
     strategy: str
@@ -77,6 +80,7 @@ class Choice:
     optim_rounds: bool = False
     streamed: float = 0.0
     trl: TrlChoice = NO_TRL
+    shared: int = 1
 
     @property
     def engine(self) -> Engine:
@@ -91,6 +95,7 @@ class Choice:
             "inputs_offloaded": self.inputs_offloaded,
             "memory.weight_streaming": self.streamed > 0,
             "precomputed": self.trl.precomputed,
+            "shared": self.shared > 1,
             f"strategy.{self.strategy}": self.strategy not in ("none", "ddp"),
             f"optim.{self.optim}": True,
         }
@@ -104,7 +109,10 @@ class Choice:
     @property
     def levers(self) -> int:
         """The number of memory features that are on: of equally fast choices the one with fewest is chosen."""
-        switches = (self.checkpointed > 0, self.inputs_offloaded, self.streamed > 0, self.optim_rounds)
+        switches = (
+            *(self.checkpointed > 0, self.inputs_offloaded, self.streamed > 0),
+            *(self.optim_rounds, self.shared > 1),
+        )
         return sum(switches) + len(self.knobs) + self.trl.levers
 
     @property
@@ -168,7 +176,8 @@ class Choice:
             micro_batch_size=self.micro_batch,
             dtype=self.dtype,
             training=MappingProxyType(training),
-            effective_batch_size=self.micro_batch * self.accumulation * preset.processes,
+            effective_batch_size=self.micro_batch * self.accumulation * preset.processes // self.shared,
+            sequence_parallel=self.shared,
         )
 
     def fields(self, preset: Preset, fixed: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -211,9 +220,11 @@ class SearchSpace:
             layers = self._checkpointing(strategy)
             for optimizer in self._optimizers(strategy):
                 own = optimizer.pop("knobs", frozenset())
-                for micro, (checkpointed, inputs), knobs, streamed in itertools.product(
-                    self._micro_batches(), layers, self._knobs(strategy), self._streamed()
+                for (shared, micro, accumulation), (checkpointed, inputs), knobs, streamed in itertools.product(
+                    self._batches(strategy), layers, self._knobs(strategy), self._streamed()
                 ):
+                    if shared > 1 and not knobs.isdisjoint(WHOLE_SAMPLES):
+                        continue
                     if inputs and not knobs.isdisjoint(("activation_compression", "activation_offload")):
                         continue  # both would take the layers' inputs
                     if "activation_offload" in knobs and checkpointed == 1 and (1.0, True) in layers:
@@ -221,11 +232,12 @@ class SearchSpace:
                     choice = Choice(
                         strategy=strategy,
                         micro_batch=micro,
-                        accumulation=self._samples // micro,
+                        accumulation=accumulation,
                         checkpointed=checkpointed,
                         inputs_offloaded=inputs,
                         knobs=knobs | own,
                         streamed=streamed,
+                        shared=shared,
                         **optimizer,
                     )
                     configured = choice.configured(self.spec.preset)
@@ -253,19 +265,20 @@ class SearchSpace:
     def _task(self) -> str:
         return self.spec.task or infer_task(self.spec.config)
 
-    @property
-    def _samples(self) -> int:
-        """Samples of each device per optimizer step."""
-        return self.spec.effective_batch_size // self.spec.preset.processes
-
     @functools.cached_property
     def _can_checkpoint(self) -> bool:
         return supports_checkpointing(self.spec.config, model_task(self._task))
 
-    def _micro_batches(self) -> list[int]:
-        if micro := self.spec.training.get("per_device_train_batch_size"):
-            return [micro]
-        return [micro for micro in range(1, min(self._samples, MOST_SAMPLES) + 1) if self._samples % micro == 0]
+    def _batches(self, strategy: str) -> list[tuple[int, int, int]]:
+        """(devices that share a sample, micro-batch, accumulation); of fewer samples than devices all are shared."""
+        samples, rest = divmod(self.spec.effective_batch_size, self.spec.preset.processes)
+        micro = self.spec.training.get("per_device_train_batch_size")
+        sizes = [micro] if micro else range(1, 0 if rest else min(samples, MOST_SAMPLES) + 1)
+        counts = sharing_counts(self.spec) if engine_named(strategy).zero_stage else []
+        shared = [(n, *divmod(self.spec.effective_batch_size * n, self.spec.preset.processes)) for n in counts]
+        return [(1, micro, samples // micro) for micro in sizes if samples % micro == 0] + [
+            (n, 1, accumulation) for n, accumulation, rest in shared if not rest
+        ]
 
     def _strategies(self) -> list[str]:
         one = self.spec.preset.strategy

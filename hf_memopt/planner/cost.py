@@ -50,11 +50,19 @@ class Cost:
         """The time that engines add to the kernels' seconds."""
         return StepTime.of(self.sketch.job, self.sketch.trained, self.sketch.loaded, self.drives)
 
+    def _steps(self, choice: Choice) -> StepTime:
+        """steps, with what devices send each other that share samples."""
+        if choice.shared == 1:
+            return self.steps
+        fields = {**self.sketch.job.fields, "activation_checkpointing": bool(choice.checkpointed)}
+        job = replace(self.sketch.job, shared=choice.shared, engine=choice.engine, fields=fields)
+        return StepTime.of(job, self.sketch.trained, self.sketch.loaded, self.drives)
+
     def step(self, choice: Choice) -> float:
         """One optimizer step."""
         micro = self._micro(choice)
         moved = self._offloaded(choice) + max(0.0, self.copying(choice) - micro)
-        return self.steps.seconds(self.computed(choice, micro + moved)) + sum(self.rollout(choice))
+        return self._steps(choice).seconds(self.computed(choice, micro + moved)) + sum(self.rollout(choice))
 
     def copying(self, choice: Choice) -> float:
         """Seconds in which a micro-batch's streamed weights are copied, once for forward and once for backward: each
@@ -136,7 +144,7 @@ class Cost:
     def _line(self, pair: tuple[Traced, Traced], samples: float) -> float:
         """Seconds of a micro-batch, by the line through one sample and two, less what the device's cache saves."""
         first, second = (self._seconds(traced).micro for traced in pair)
-        line = max(first, first + (second - first) * (samples - 1))
+        line = max(first * min(1, samples), first + (second - first) * (samples - 1))
         # A kernel of this micro-batch fits the cache where that of the traced one, so many times smaller, fits a cache
         # as many times smaller.
         traced, scale = (pair[0], samples) if samples < 2 else (pair[1], samples / 2)

@@ -97,7 +97,11 @@ def launcher_command(profile) -> list[str]:
     if file.is_file() and yaml.safe_load(file.read_text(encoding="utf-8")) == accelerate_config(profile):
         return ["accelerate", "launch", "--config_file", shlex.quote(from_here(file))]
     config = accelerate_config(profile, from_here(file.parent / "deepspeed" / f"{preset.strategy}.json"))
-    argv = ["accelerate", "launch", "--num_processes", str(config["num_processes"])]
+    # accelerate 1.15 takes these from a file or the environment: its words for them are for FSDP2 alone.
+    shared = {name.upper(): as_word(value) for name, value in config.get("parallelism_config", {}).items()}
+    argv = [f"{name}={value}" for name, value in shared.items()]
+    argv += ["ACCELERATE_USE_PARALLELISM_CONFIG=true"] if shared else []
+    argv += ["accelerate", "launch", "--num_processes", str(config["num_processes"])]
     argv += {"NO": [], "MULTI_GPU": ["--multi_gpu"], "FSDP": ["--use_fsdp"], "DEEPSPEED": ["--use_deepspeed"]}[
         config["distributed_type"]
     ]
@@ -173,6 +177,8 @@ def recipe_command(spec: JobSpec, profile) -> list[str]:
         given |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
     if preset.dtype != usual.dtype:
         given["dtype"] = preset.dtype
+    if preset.sequence_parallel > 1:
+        given["attn_implementation"] = "sdpa"
     given |= {**without_secrets(spec.training), **profile.choice.trl.fields(), **memory_settings(profile)}
     for name, value in sorted(written(given).items()):
         argv += [f"--{name}", as_word(value)]

@@ -13,9 +13,9 @@ from hf_memopt.levers.arguments import PLAN_PROFILES, THRESHOLDS, MemoryArgument
 from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choice_jobs import start_search
 from hf_memopt.planner.choices import Choice, memory_arguments
+from hf_memopt.planner.devices import sharing_counts
 from hf_memopt.planner.nothing_fits.fallbacks import Fallback, fallbacks
 from hf_memopt.planner.nothing_fits.nearest import nearest_changes
-from hf_memopt.planner.nothing_fits.shared_samples import shared_samples
 from hf_memopt.planner.profiles import Plan, Profile
 from hf_memopt.planner.proposals import Proposal, set_words
 from hf_memopt.planner.search import Search, summarize
@@ -122,10 +122,7 @@ def plan_job(spec: JobSpec, say: Callable[[str], None] = lambda text: None) -> P
             for proposal in plan.fitting
         ]
         plan = replace(plan, proposals=proposals)
-    shared = shared_samples(plan.spec, plan.usual.choice if plan.profiles else None)
-    if shared and shared.fits and not plan.profiles:
-        plan = replace(plan, proposals=[Proposal((), shared.device_bytes, note=shared.text), *plan.proposals])
-    return replace(plan, shared=shared)
+    return plan
 
 
 def _given_up(spec: JobSpec, proposal: Proposal) -> list[str]:
@@ -248,6 +245,8 @@ def _make_plan(spec: JobSpec, search: Search, profiles: list[Profile], rejected:
     """A plan with profiles, and why it has no others."""
     result = Plan(spec, profiles, [*rejected, *_safe_left_out(profiles)])
     result.rejected.extend(left_out(search, spec.memory_budget, [profile.choice for profile in profiles]))
+    if spec.task == "sft" and sharing_counts(replace(spec, task=None)):
+        result.rejected.append(Rejected("samples shared by devices", "predicted without --task sft alone"))
     if spec.tool is None and (space := trl_space(spec)) is not None:
         result.rejected.extend(Rejected(field, reason) for field, reason in space.left_out())
     return replace(result, link=search.cost.link_bound(result.usual.choice))

@@ -12,7 +12,6 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.packages import how_to_install, is_installed
 from hf_memopt.planner.alternatives import Alternative, Rejected
 from hf_memopt.planner.choices import Choice
-from hf_memopt.planner.nothing_fits.shared_samples import SharedSamples
 from hf_memopt.planner.proposals import Proposal
 from hf_memopt.planner.samples.data_use import Use
 from hf_memopt.planner.search import summarize
@@ -75,7 +74,6 @@ class Plan:
             and rounding; None where it is so.
         methods: with method "any", the settings of each method that fits, the planned one among them.
         link: that the link to host memory bounds the speed of the usual profile; None where it does not.
-        shared: the job whose samples devices share; None where whole ones have room.
         precision: that weights have less precision than the preset's, without which nothing fits; None where not.
         data: the rows that it trains on; None where they are not read before the job runs.
     """
@@ -89,7 +87,6 @@ class Plan:
     methods: list[Alternative] = field(default_factory=list)
     link: str | None = None
     precision: str | None = None
-    shared: SharedSamples | None = None
     data: Use | None = None
 
     def __iter__(self):
@@ -134,8 +131,6 @@ class Plan:
         notes = [*memory, *filter(None, [quick, self.precision, self.link, self._speed_note()])]
         if preset.processes > 1 and preset.strategy == "none" and not is_installed("deepspeed"):
             notes.append(f"ZeRO was not tried: deepspeed is not installed: {how_to_install('deepspeed')}")
-        if self.shared and self.shared.text not in self.nearest:
-            notes.append(self.shared.text)
         if (space := trl_space(self.spec)) is not None and self.profiles:
             notes += space.notes(self.usual.choice, device)
             notes += [note for note in self.usual.estimate.notes if note.startswith("generation: ")]

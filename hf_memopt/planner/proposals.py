@@ -25,10 +25,8 @@ class Proposal:
         changes: of what its user asked for, as a command line takes them.
         device_bytes: what it then needs of each device.
         host_bytes: of host memory for each process; None where it uses none worth a word.
-        spec, choice: the job and the settings that then fit; without a choice it is another model's, or only `note`
-            tells.
+        spec, choice: the job and the settings that then fit; without a choice it is another model's.
         sketched: the bytes are a sketch's.
-        note: a sentence in place of changes and bytes.
     """
 
     changes: Sequence[str]
@@ -37,14 +35,13 @@ class Proposal:
     spec: JobSpec | None = None
     choice: Choice | None = None
     sketched: bool = False
-    note: str = ""
 
     @property
     def text(self) -> str:
         """The changes and what the job then needs."""
         host = f", {gib(self.host_bytes)} of host memory" if self.host_bytes else ""
         about = "about " if self.sketched else ""
-        return self.note or f"{' and '.join(self.changes)}: {about}{gib(self.device_bytes)}{host}"
+        return f"{' and '.join(self.changes)}: {about}{gib(self.device_bytes)}{host}"
 
 
 def differences(before: Job, after: Job) -> list[str]:

@@ -276,7 +276,7 @@ class Search:
         kind = "none" if not choice.checkpointed else "all" if choice.checkpointed == 1 else "some"
         levers = (choice.knobs, choice.inputs_offloaded, choice.streamed)
         states = (choice.optim, *(knob.name for knob in choice.on if knob.of_states))
-        states += (choice.trl.precomputed, choice.trl.sleeps)
+        states += (choice.trl.precomputed, choice.trl.sleeps, choice.shared)
         return [
             (choice.strategy, states, kind, self.sketch_bytes[choice]),
             (choice.strategy, states, levers, kind, choice.checkpointed),
@@ -310,6 +310,8 @@ def summarize(choice: Choice) -> str:
         )
         if on
     ]
+    if choice.shared > 1:
+        parts.append(f"samples shared by {choice.shared} devices")
     if "8bit" in choice.optim:
         parts.append(choice.optim)
     return ", ".join([*parts, *choice.trl.summary()])

@@ -13,7 +13,7 @@ from hf_memopt.field_values import fit
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import assumed_host_memory, own_host_memory
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.planner.devices import resolve_preset, split_count
+from hf_memopt.planner.devices import resolve_preset, sharing_counts, split_count
 from hf_memopt.planner.trl_choices import TrlSpace, trl_space
 from hf_memopt.presets import Preset
 from hf_memopt.presets.batch import EFFECTIVE_BATCH, batch_settings
@@ -131,15 +131,16 @@ def _check_memory(spec: JobSpec) -> None:
 def _batch(spec: JobSpec, space: TrlSpace | None) -> tuple[int, dict[str, Any]]:
     """The effective batch, and the fields with both halves of it where the user set one."""
     devices, effective = spec.preset.processes, spec.effective_batch_size
+    fewest = devices // max(sharing_counts(spec), default=1)  # samples at a time
     micro, accumulation = (spec.training.get(name) for name in _BATCH)
     if micro and accumulation and effective is None:
         effective = micro * accumulation * devices
     if space is not None:
         effective = space.whole_batch(effective)
     batch = effective or -(-EFFECTIVE_BATCH // devices) * devices
-    if batch < 1 or batch % devices:
+    if batch < 1 or batch % fewest:
         raise InputError(
-            f"effective_batch_size={batch} cannot be split over {devices} devices: use a multiple of {devices}"
+            f"effective_batch_size={batch} cannot be split over {devices} devices: use a multiple of {fewest}"
         )
     if not (micro or accumulation):
         return batch, spec.training

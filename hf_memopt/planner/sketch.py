@@ -161,8 +161,8 @@ class Sketch:
         return (outside + layer * count_layers(self.job.config)) * getattr(torch, self.job.dtype).itemsize
 
     def samples(self, choice: Choice) -> float:
-        """Samples of a choice's micro-batch, in those of the first trace."""
-        return choice.micro_batch / self.job.fields["per_device_train_batch_size"]
+        """Samples of a choice's micro-batch, in those of the first trace; a part of one that devices share."""
+        return choice.micro_batch / self.job.fields["per_device_train_batch_size"] / choice.shared
 
     def _samples(self, name: str, choice: Choice) -> float:
         """samples() of a segment: of several micro-batches, where these are generated at once."""
@@ -292,7 +292,7 @@ def _line(single: dict[str, int], double: dict[str, int], samples: float) -> dic
     line = {}
     for kind in single.keys() | double.keys():
         first, second = single.get(kind, 0), double.get(kind, 0)
-        line[kind] = max(min(first, second), first + (second - first) * (samples - 1))
+        line[kind] = max(min(first, second) * min(1, samples), first + (second - first) * (samples - 1))
     return line
 
 

@@ -57,7 +57,7 @@ def get_preset(name: str, method: str = "full", strategy: str | None = None, pre
     processes = world_size() if world_size() > 1 else None
     preset = preset_by_name(name, method, strategy or launched_strategy(), precision or launched, processes)
     if (shared := sequence_parallel_size()) > 1:
-        preset = replace(preset, sequence_parallel=shared)
+        preset = replace(preset, sequence_parallel=shared, processes=max(shared, preset.processes))
     return preset
 
 

@@ -1,4 +1,4 @@
-"""Samples that several devices share, by Ulysses and around a ring: what estimates and plans say of them.
+"""Samples that several devices share, by Ulysses and around a ring: what estimates say of them.
 test_engines.py runs the former; the latter needs an accelerator, and its attention alone runs here."""
 
 import json
@@ -15,10 +15,6 @@ from transformers import AutoConfig
 from hf_memopt import InputError, MemoryArguments
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
-from hf_memopt.job.spec import JobSpec
-from hf_memopt.planner.choices import Choice
-from hf_memopt.planner.devices import resolve_preset
-from hf_memopt.planner.nothing_fits.shared_samples import shared_samples
 from hf_memopt.presets import preset_by_name
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -30,44 +26,6 @@ from hf_memopt.estimator.timing.step_time import _sent_for_sharing
 
 MODEL = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 28, "num_key_value_heads": 4}
 CONFIG = AutoConfig.for_model(**MODEL, hidden_size=3584, vocab_size=500, max_position_embeddings=131072)
-
-
-def _spec(hardware="h100_80gbx8", **changes) -> JobSpec:
-    preset = resolve_preset(hardware, "full")
-    spec = JobSpec(model="Qwen/Qwen2.5-7B", config=CONFIG, preset=preset, method="full", seq_len=131072)
-    return replace(spec, effective_batch_size=32, **changes)
-
-
-@pytest.mark.slow
-def test_a_plan_without_room_for_a_sample_names_the_command_that_shares_it():
-    """28 heads are shared by four of eight devices; the command is what export and the recipe read."""
-    found = shared_samples(_spec(), None)
-    assert found.fits and "of each of 4 devices that share samples (zero3, Ulysses) at " in found.text
-    assert "--sequence-parallel 4" in found.text and "hf-memopt export h100_80gb_x8" in found.text
-    in_host = Choice("zero2", 1, 4, 1.0, "adamw_torch", "bfloat16", inputs_offloaded=True)
-    assert shared_samples(_spec(), in_host) == found
-    assert "are not predicted" in shared_samples(_spec(quick=True), None).text
-    assert shared_samples(_spec(), replace(in_host, inputs_offloaded=False)) is None
-    assert shared_samples(_spec(seq_len=2048), None) is None
-    assert shared_samples(_spec("rtx_4090x2"), None) is None, "a box that export does not know"
-
-
-def test_the_command_writes_a_job(tmp_path, monkeypatch):
-    import shlex
-
-    from hf_memopt.cli import main
-    from hf_memopt.recipe.recipe_arguments import parse
-
-    words = shlex.split(shared_samples(_spec(quick=True), None).text.rpartition(": ")[2])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    started = (tmp_path / "my-run" / "launch.sh").read_text().replace("\\\n", " ").rsplit("pretrain.py ", 1)[1]
-    parsed = parse(shlex.split(started.partition(" --output_dir")[0]))
-    assert (parsed.recipe.max_length, parsed.recipe.effective_batch_size) == (131072, 32)
-    assert parsed.training["per_device_train_batch_size"] == 1
-    assert "parallelism_config_sp_size: 4" in (tmp_path / "my-run" / "accelerate.yaml").read_text()
 
 
 def shared(count: int = 4, config=CONFIG, strategy="zero3", fields=None, seq_len=8192, ring=False, **settings):
@@ -175,7 +133,7 @@ REFUSED = [
     ({"count": 3, "world_size": 9}, "does not divide the model's 28 attention heads"),
     ({"world_size": 6}, "does not divide the 6 processes"),
     ({"padded": True}, "without padding"),
-    ({"memory_args": MemoryArguments(loss_chunk_size=64)}, "loss_chunk_size needs whole samples"),
+    ({"memory_args": MemoryArguments(logits_to_keep=True)}, "logits_to_keep needs whole samples"),
     ({"fields": {"parallelism_config": ParallelismConfig(cp_size=2)}}, "cp_size=2 needs FSDP2, .* zero3: use fsdp2"),
     ({"config": _layers("sliding_attention", "full_attention")}, "set attn_implementation=flash_attention_2"),
     ({"config": _layers("linear_attention", "full_attention")}, "linear attention passes a state"),

@@ -129,7 +129,11 @@ def test_logits_are_there_for_whoever_asks():
 def test_a_batch_without_labels_is_no_number_as_ever():
     plain, chunked = pair("plain")
     silent = {**batch(), "labels": torch.full((3, 20), -100)}
-    assert plain(**silent).loss.isnan() and chunked(**silent).loss.isnan()
+    for model in (plain, chunked):
+        loss = model(**silent).loss
+        assert loss.isnan()
+        torch.where(loss.isnan(), 0.0, loss).backward()  # as Ulysses leaves a device's part out (transformers 5.24)
+        assert all((weight.grad == 0).all() for weight in model.parameters())
     items = torch.tensor(5)
     assert plain(**silent, num_items_in_batch=items).loss == chunked(**silent, num_items_in_batch=items).loss == 0
 

@@ -35,6 +35,8 @@ USUAL = {"zero2": 2, "zero3": 4, "zero3_offload_cpu": 2, "fsdp2": 2, "fsdp2_offl
 # gloo, which takes their ranks for others.
 SHARED = [("zero2", 2, {})]
 SHARED += [(name, 2, {"sequence_parallel": 2, "name": f"shared-{name}"}) for name in ("zero2", "zero3")]
+CHUNKED = {"sequence_parallel": 2, "memory": {"loss_chunk_size": 32}}
+SHARED += [(name, 2, {**CHUNKED, "name": f"shared-chunked-{name}"}) for name in ("zero2", "zero3")]
 QLORA = [("zero3", 2, {"qlora": True, "name": "qlora"})]
 QLORA += [("fsdp2_offload_cpu", 2, {"qlora": True, "name": "qlora-fsdp2_offload_cpu"})]
 
@@ -97,7 +99,7 @@ def test_an_engine(strategy, size, ranks, alone):
 
 def test_processes_share_the_tokens_of_a_batch(ranks, alone):
     """Each has the activations of half the tokens, the bytes that are predicted, and one process's losses."""
-    for name in ("shared-zero2", "shared-zero3"):
+    for name in (more["name"] for _, _, more in SHARED[1:]):
         case, _, found = ranks[name]
         for rank, reported in enumerate(found):
             assert reported["losses"] == pytest.approx(alone, rel=1e-5), name
