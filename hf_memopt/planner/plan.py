@@ -195,18 +195,19 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
     if not searches:
         raise refused[0]
     if not plans:
-        tried: list[tuple[Fallback, Search]] = []
+        tried: list[tuple[Fallback, int]] = []
         if instead := _fallback(request, searches, rejected, tried, say):
             return instead
         nearest: list[Proposal] = []
-        changed = ((fallback.change, {fallback.named: (fallback.spec, search)}) for fallback, search in tried)
-        for change, those in () if request.quick else ((None, searches), *changed):
+        changed = ((fallback.change, [(fallback.named, fallback.spec)]) for fallback, _ in tried)
+        settled = [("", spec) for spec, _ in searches.values()]
+        for change, those in () if request.quick else ((None, settled), *changed):
             if streamed := _streamed(those, rejected, nearest, say):
                 return replace(streamed, precision=change)
         method = [*searches][-1]
         plan = _nothing_fits(*searches[method], rejected, nearest, _numbered(say, method, methods), last)
-        lacking = [int(search.needs(search.smallest())) - fallback.spec.memory_budget for fallback, search in tried]
-        least = min((lacks for lacks in (plan.missing_bytes or 0, *lacking) if lacks > 0), default=None)
+        lacking = (plan.missing_bytes or 0, *(missing for _, missing in tried))
+        least = min((missing for missing in lacking if missing > 0), default=None)
         return replace(plan, missing_bytes=least)
     # Of methods whose usual profiles use host memory, one that has a safe profile without it.
     best = min(plans, key=lambda made: (bool(made.usual.choice.offloads), bool(made.profiles[0].choice.offloads)))
@@ -222,22 +223,24 @@ def _fallback(request: JobSpec, searches: dict, rejected: list[Rejected], tried:
     """The plan of the first fallback that fits; None where none does.
 
     Args:
-        rejected, tried: get those that do not.
+        rejected, tried: get those that do not; the latter with the bytes that each lacks.
     """
     for fallback in fallbacks(request, {method: spec for method, (spec, _) in searches.items()}):
         say(fallback.trying)
+        alone = excessive_weights(fallback.spec)
         try:
-            search = None if _far_too_large(fallback.spec) else start_search(fallback.spec, say)
+            search = None if alone else start_search(fallback.spec, say)
         except InputError:  # what the model or another setting does not go with
             continue
         if profiles := _profiles(fallback.spec, search):
             rejected = [replace(reason, settings=f"{reason.settings}{fallback.without}") for reason in rejected]
             return replace(_make_plan(fallback.spec, search, profiles, rejected), precision=fallback.change)
-        if search and fallback.spec.preset.method == "qlora" and (smallest := search.smallest()):
-            reason = _too_large(fallback.spec, search, smallest)
+        smallest = search and search.smallest()
+        if fallback.spec.preset.method == "qlora" and (alone or smallest):
+            reason = _far_too_large(fallback.spec) or _too_large(fallback.spec, search, smallest)
             needs = reason.reason.removeprefix(f"{reason.settings} ")
             rejected.append(Rejected(f"{reason.settings}{fallback.named}", needs))
-            tried.append((fallback, search))
+            tried.append((fallback, int(alone[0] if alone else search.needs(smallest)) - fallback.spec.memory_budget))
     return None
 
 
@@ -252,21 +255,26 @@ def _make_plan(spec: JobSpec, search: Search, profiles: list[Profile], rejected:
     return replace(result, link=search.cost.link_bound(result.usual.choice))
 
 
-def _streamed(searches: dict, rejected: list[Rejected], nearest: list[Proposal], say) -> Plan | None:
+def _streamed(
+    settled: list[tuple[str, JobSpec]], rejected: list[Rejected], nearest: list[Proposal], say
+) -> Plan | None:
     """The plan of the first method that fits with frozen weights in host memory; None where none does.
 
     Args:
-        searches: method -> its JobSpec and Search.
+        settled: of each method or fallback, with what the latter has in words that follow a method's.
         rejected, nearest: get why a method does not fit so either, and the host memory with which it would.
     """
     resident = [replace(reason, settings=f"{reason.settings}, all weights on the device") for reason in rejected]
-    specs = [spec for spec, _ in searches.values() if spec.tool is None or STREAMED in spec.tool.features]
-    specs = filter(None, map(streaming_spec, specs))
-    tried = [(spec, lacks_memory(spec)) for spec in specs]
-    resident += [Rejected(_streamed_method(spec.preset.method), reason) for spec, reason in tried if reason]
-    for spec, reason in sorted(tried, key=lambda pair: bool(pair[1])):  # what lacks memory only to say how much
+    tried = []
+    for named, spec in settled:
+        takes = spec.tool is None or STREAMED in spec.tool.features
+        if takes and (streaming := streaming_spec(spec)):
+            what = f"{_METHODS[spec.preset.method]}{named}, weights streamed"
+            tried.append((what, streaming, lacks_memory(streaming)))
+    resident += [Rejected(what, reason) for what, _, reason in tried if reason]
+    for what, spec, reason in sorted(tried, key=lambda row: bool(row[-1])):  # what lacks memory only to say how much
         if reason and nearest:
-            rejected.append(Rejected(_streamed_method(spec.preset.method), reason))
+            rejected.append(Rejected(what, reason))
             continue
         try:
             search = start_search(spec, say)
@@ -276,15 +284,11 @@ def _streamed(searches: dict, rejected: list[Rejected], nearest: list[Proposal],
             continue
         if profiles := _profiles(spec, search):
             return _make_plan(spec, search, profiles, resident)
-        lacking = Rejected(_streamed_method(spec.preset.method), what_lacks(search, spec.memory_budget))
+        lacking = Rejected(what, what_lacks(search, spec.memory_budget))
         rejected.append(lacking)
         resident.append(lacking)
         nearest += filter(None, [with_host_memory(spec, search)])
     return None
-
-
-def _streamed_method(method: str) -> str:
-    return f"{_METHODS[method]}, weights streamed"
 
 
 def _numbered(say: Callable[[str], None], method: str, methods: tuple[str, ...]) -> Callable[[str], None]:
