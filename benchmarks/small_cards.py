@@ -14,6 +14,11 @@ from hf_memopt.planner.plan import plan
 MODELS = ("gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b")
 CARDS = ("rtx_3060", "rtx_4080", "rtx_4090")
 HOST_GIB = 48
+# What others state of the same models, on whatever settings of theirs.
+STATED = {
+    "gpt-oss-20b": "14 GB (unsloth's blog, 2025-08-08)",
+    "qwen3-30b-a3b": "about 7 GB with streamed experts, 17 to 24 without (axolotl #3787, RTX A2000)",
+}
 
 
 def settings_of(model: str, card: str) -> dict:
@@ -31,7 +36,7 @@ def settings_of(model: str, card: str) -> dict:
 
 def compared(model: str, card: str) -> dict:
     """A row: a model on a card."""
-    return {"model": model, "card": card, **settings_of(model, card)}
+    return {"model": model, "card": card, "stated": STATED.get(model), **settings_of(model, card)}
 
 
 def again(row: dict) -> dict:

@@ -150,8 +150,23 @@ def lengths() -> str:
     return f"{table(['method', 'settings', *(f'`{card}`' for card in cards)], made)}\n\n{predicted('lengths')}"
 
 
+def small_cards() -> str:
+    """Mixtures of experts on cards of 12, 16 and 24 GB."""
+    columns = {
+        "model": "{model}",
+        "card": lambda row: f"`{row['card']}`",
+        "settings": lambda row: row["settings"] or "nothing fits",
+        "GiB of the card": shown("device_bytes"),
+        "GiB of host memory": shown("host_bytes"),
+        "tokens/s, not compared": shown("tokens_per_second", ",.0f", 1),
+        "others state": lambda row: row["stated"] or "",
+    }
+    return f"{listed(results('small_cards')['rows'], columns)}\n\n{predicted('small_cards')}"
+
+
 TABLES = {
     "lengths": lengths,
+    "small cards": small_cards,
     "truth": truth,
     "practical": practical,
     "settings": settings,

@@ -119,6 +119,13 @@ def test_a_guides_job(row):
 
 @pytest.mark.slow
 @pytest.mark.drawn(1)
+@recorded("small_cards")
+def test_a_mixture_on_a_small_card(row):
+    check("small_cards", row)
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(1)
 @recorded("long_samples")
 def test_a_long_sample(row):
     check("long_samples", row)

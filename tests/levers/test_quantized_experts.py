@@ -7,10 +7,16 @@ from peft import LoraConfig
 from test_estimator import CHECKPOINTED, LENGTH
 from test_quantized_jobs import _trainer as trainer_of
 from torch.nn.utils import parametrize
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from benchmarks.profiled_peak import allocator_peak
-from hf_memopt import InputError, MemoryArguments
+from hf_memopt import InputError, MemoryArguments, MemoryTrainer
 from hf_memopt.engines import engine_named, engine_of_table
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.accounting.ledger import _parts
@@ -148,7 +154,7 @@ OTHER_LEVERS = {
 
 
 @pytest.mark.parametrize("lever", sorted(OTHER_LEVERS))
-@pytest.mark.parametrize("family", ["deepseek_v3", *map(slow, ("qwen3_moe", "gpt_oss"))])
+@pytest.mark.parametrize("family", ["deepseek_v3", *map(slow, ("qwen3_moe", "gpt_oss", "mixtral"))])
 def test_with_every_other_lever(family, lever, monkeypatch):
     """The CPU stands in for a device with memory of its own: what is offloaded is copied, at once."""
     monkeypatch.setattr(activation_offload, "make_lanes", lambda _: activation_offload.AtOnce())
@@ -156,7 +162,7 @@ def test_with_every_other_lever(family, lever, monkeypatch):
     monkeypatch.setattr(weight_streaming, "make_lanes", lambda _: weight_streaming.LanesAtOnce())
     plain, changed = model_of(family), model_of(family)
     apply_levers(plain, ON)
-    if lever == "mlp_tile_size" and family in ("qwen3_moe", "gpt_oss"):
+    if lever == "mlp_tile_size" and family in ("qwen3_moe", "gpt_oss", "mixtral"):
         with pytest.raises(InputError, match="has no MLP as a module of its own"):
             apply_levers(changed, MemoryArguments(mlp_tile_size=10))
         return
@@ -166,8 +172,39 @@ def test_with_every_other_lever(family, lever, monkeypatch):
     for name, gradient in wanted.items():
         if lever == "activation_compression":
             assert torch.nn.functional.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.999
+        elif lever == "weight_streaming":
+            assert torch.equal(found[name], gradient), name
         else:
             assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_a_run_with_streamed_experts_is_the_run_without(family, tmp_path, monkeypatch):
+    """Three steps of a real Trainer: losses and adapters are the same to the bit."""
+    monkeypatch.setattr(weight_streaming, "make_lanes", lambda _: weight_streaming.LanesAtOnce())
+
+    def run(name, **levers):
+        rows = [{"input_ids": (torch.arange(16) + n) % 64, "labels": (torch.arange(16) + n) % 64} for n in range(6)]
+        args = TrainingArguments(
+            tmp_path / name,
+            max_steps=3,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+        )
+        memory_args = MemoryArguments(quantized_experts=True, silent_mode=True, **levers)
+        trainer = MemoryTrainer(model_of(family), args, default_data_collator, rows, memory_args=memory_args)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        away = [name for name, w in trainer.model.named_parameters() if not w.untyped_storage().nbytes()]
+        assert any("experts" in name for name in away) == bool(levers)
+        return losses, {name: w for name, w in trainer.model.named_parameters() if w.requires_grad}
+
+    (losses, adapters), (found_losses, found) = run("resident"), run("streamed", weight_streaming=True)
+    assert len(losses) == 3 and losses[0] != losses[-1] and found_losses == losses
+    assert adapters and all(torch.equal(found[name], weight) for name, weight in adapters.items())
 
 
 @pytest.mark.parametrize("double", [False, True])

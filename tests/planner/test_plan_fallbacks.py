@@ -109,9 +109,10 @@ def test_experts_are_quantized_where_adapters_leave_them_out():
     assert not [*fallbacks(JobSpec(model="llama-3.1-8b"), {"qlora": _spec("qlora")})]
 
 
+@pytest.mark.parametrize("alone", [None, (19 * GIB, "weights in 4 bits")], ids=["traced", "far too large"])
 @pytest.mark.parametrize("fits", [True, False])
-def test_experts_in_4_bits_are_streamed_where_the_device_has_no_room_for_them(fits, monkeypatch):
-    """Searches are played: they need 30 GiB with experts in 16 bits, 20 in 4."""
+def test_experts_in_4_bits_are_streamed_where_the_device_has_no_room_for_them(fits, alone, monkeypatch):
+    """Searches are played: they need 30 GiB with experts in 16 bits, 20 in 4, or more than the card for certain."""
     asked = []
 
     def start_search(spec, say, **_):
@@ -127,7 +128,7 @@ def test_experts_in_4_bits_are_streamed_where_the_device_has_no_room_for_them(fi
 
     monkeypatch.setattr(planning, "start_search", start_search)
     monkeypatch.setattr(planning, "_profiles", profiles)
-    monkeypatch.setattr(planning, "_far_too_large", lambda spec: None)
+    monkeypatch.setattr(planning, "excessive_weights", lambda spec: alone)
     monkeypatch.setattr(planning, "what_lacks", lambda search, budget: "too little")
     monkeypatch.setattr(planning, "with_host_memory", lambda spec, search: None)
     monkeypatch.setattr(planning, "_make_plan", lambda spec, search, profiles, rejected: Plan(spec, [], rejected))
@@ -137,13 +138,17 @@ def test_experts_in_4_bits_are_streamed_where_the_device_has_no_room_for_them(fi
     moe = {"model": "qwen3-30b-a3b", "config": load_config("qwen3-30b-a3b"), "hardware": "rtx_3060", "seq_len": 64}
     request = JobSpec(**moe, method="qlora", effective_batch_size=4)
     made = planning._answer(request, ("qlora",), lambda text: None, True)
-    assert asked == [(False, False), (True, False), (False, True), (True, True)]
+    resident = [] if alone else [(False, False), (True, False)]
+    assert asked == [*resident, (False, True), (True, True)]
     reasons = {reason.settings: reason.reason for reason in made.rejected}
     if fits:
         assert made.spec.streaming and "experts are quantized to 4 bits" in made.precision
     else:
-        assert reasons["QLoRA with experts in 4 bits"].startswith("needs at least 20.00 GiB (micro-batch 1")
-        assert made.missing_bytes == 20 * GIB - made.spec.memory_budget
+        needed = "19.00 GiB for weights in 4 bits alone" if alone else "20.00 GiB (micro-batch 1"
+        assert reasons["QLoRA with experts in 4 bits"].startswith(f"needs at least {needed}")
+        assert "QLoRA with experts in 4 bits, weights streamed" in reasons
+        lacking = (19 if alone else 20) * GIB - made.spec.memory_budget
+        assert made.missing_bytes == min(18 * GIB, lacking) == lacking
 
 
 def test_an_offloading_strategy_may_be_named_on_one_device():
