@@ -11,7 +11,7 @@ from docs_tables.cards import cards
 from docs_tables.guides import guide_items
 from docs_tables.package import API, presets
 from docs_tables.questions import FIRST_QUESTIONS, answer, question_rows
-from docs_tables.speeds import published_speeds, steps_of_grpo
+from docs_tables.speeds import plans_of_grpo, published_speeds, steps_of_grpo
 from docs_tables.stacks import stacks
 from docs_tables.ways import answers
 
@@ -20,7 +20,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/api.md": API,
     "docs/clusters.md": clusters.TABLES,
     "docs/estimate.md": estimate.TABLES,
-    "docs/grpo.md": {"phases of GRPO": trl.grpo_phases, "steps of GRPO": steps_of_grpo},
+    "docs/grpo.md": {
+        "phases of GRPO": trl.grpo_phases,
+        "steps of GRPO": steps_of_grpo,
+        "plans of GRPO": plans_of_grpo,
+    },
     "docs/guides.md": {"guides": guide_items},
     "docs/index.md": {f"first {name}": partial(answer, name, short=True) for name in FIRST_QUESTIONS}
     | {"first own script": estimate.own_script},

@@ -1,7 +1,7 @@
 """docs/plans.md and docs/grpo.md: predicted speeds beside published runs."""
 
 import speed_generated
-from docs_tables.markdown import results, table
+from docs_tables.markdown import listed, predicted, results, shown, table
 from speed_published import groups, held_out, summary
 
 from hf_memopt.hardware import get_hardware
@@ -73,3 +73,23 @@ def steps_of_grpo() -> str:
     ]
     tables = table(heads, runs), table(_GENERATED, errors)
     return "\n\n".join(tables).replace("%", " %")
+
+
+def plans_of_grpo() -> str:
+    """Plans beside the settings that authors ran."""
+    named = {row["id"]: row for row in results("speed_generated")["rows"]}
+
+    def run(row: dict) -> str:
+        source = named[row["id"]]
+        device = get_hardware(source["gpu"]).label
+        return f"[{source['model'].rpartition('/')[2]}]({source['source']}), {source['processes']} × {device}"
+
+    columns = {
+        "run": run,
+        "author's settings": "{author_settings}",
+        "seconds a step": shown("author_step_seconds", scale=1),
+        "the plan's fastest": "{plan_settings}",
+        "seconds": shown("plan_step_seconds", scale=1),
+        "GiB of the device": shown("plan_device_bytes"),
+    }
+    return f"{listed(results('grpo_plans')['rows'], columns)}\n\n{predicted('grpo_plans')}"

@@ -119,6 +119,14 @@ def test_a_guides_job(row):
 
 @pytest.mark.slow
 @pytest.mark.drawn(1)
+@recorded("grpo_plans")
+def test_a_plan_of_grpo_beside_its_authors_settings(row):
+    assert row["time"] <= 1 and row["plan_device_bytes"] <= row["plan_capacity_bytes"]
+    check("grpo_plans", row)
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(1)
 @recorded("small_cards")
 def test_a_mixture_on_a_small_card(row):
     check("small_cards", row)
