@@ -94,8 +94,7 @@ def is_from_scratch(config) -> bool:
 
 def find_experts(config) -> str | None:
     """The field with the number of experts in each layer of a configuration's text model; None where it has none."""
-    text = config.get_text_config()
-    return next((name for name in _EXPERTS if getattr(text, name, None)), None)
+    return next((name for name in _EXPERTS if getattr(config.get_text_config(), name, None)), None)
 
 
 def smaller_sizes(config) -> Iterator[list[dict[str, int]]]:
