@@ -72,4 +72,23 @@ def long_samples() -> str:
     return f"{listed(results('long_samples')['rows'], columns)}\n\n{predicted('long_samples')}"
 
 
-TABLES = {"engines": engines, "long samples": long_samples, "predicted": clusters, "offloading": offloading}
+def large_plans() -> str:
+    """Plans of long samples and large models on several cards."""
+    columns = {
+        "job": lambda row: f"`{row['model']}` on `{row['hardware']}`, {row['samples']} × {row['tokens']:,} tokens",
+        "settings": "{settings}",
+        "GiB of each device": shown("device_bytes"),
+        "GiB of host memory a process": shown("host_bytes"),
+        "seconds a step": shown("step_seconds", scale=1),
+        "tokens/s, not compared": shown("tokens_per_second", ",.0f", 1),
+    }
+    return f"{listed(results('large_plans')['rows'], columns)}\n\n{predicted('large_plans')}"
+
+
+TABLES = {
+    "engines": engines,
+    "long samples": long_samples,
+    "large plans": large_plans,
+    "predicted": clusters,
+    "offloading": offloading,
+}

@@ -127,6 +127,13 @@ def test_a_plan_of_grpo_beside_its_authors_settings(row):
 
 @pytest.mark.slow
 @pytest.mark.drawn(1)
+@recorded("large_plans")
+def test_a_plan_of_a_long_or_large_job(row):
+    check("large_plans", row)
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(1)
 @recorded("small_cards")
 def test_a_mixture_on_a_small_card(row):
     check("small_cards", row)
