@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_memopt.engines import Engine, engine_named
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.job_checks import divides_heads
 from hf_memopt.estimator.quantized_checkpoints import engine_refusal, resolve_quantization
 from hf_memopt.estimator.spec_job import quantization_config
 from hf_memopt.estimator.tracing.extrapolate import count_layers, layer_period
@@ -25,7 +26,6 @@ from hf_memopt.levers.features.optimizers import OPTIMIZER_OFFLOAD
 from hf_memopt.levers.refusals import WHOLE_SAMPLES
 from hf_memopt.levers.selective_checkpointing import period_of
 from hf_memopt.packages import is_installed
-from hf_memopt.planner.devices import sharing_counts
 from hf_memopt.planner.trl_choices import NO_TRL, TrlChoice, trl_space
 from hf_memopt.presets import Preset
 from hf_memopt.presets.preset import with_strategy
@@ -201,6 +201,23 @@ class Choice:
 def memory_arguments(memory_args: MemoryArguments, choice: Choice, **profile: Any) -> MemoryArguments:
     """The user's MemoryArguments with the choice's memory features."""
     return replace(memory_args, **choice.memory_fields(), **profile)
+
+
+def sharing_counts(spec: JobSpec) -> list[int]:
+    """Numbers of devices of one machine that may share each sample (DeepSpeed's Ulysses), where it is longer than the
+    preset's and the batch is left open.
+
+    Args:
+        spec: with its preset.
+    """
+    preset = spec.preset
+    batch = spec.training.keys() & {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    task = spec.task or infer_task(spec.config)
+    own = preset.method == "qlora" or spec.attn_implementation not in (None, "sdpa")
+    if task != "causal-lm" or batch or own or (spec.seq_len or 0) <= preset.seq_len:
+        return []
+    devices = preset.processes // preset.machines
+    return [n for n in range(2, devices + 1) if devices % n == 0 and divides_heads(spec.config, n)]
 
 
 def list_choices(spec: JobSpec) -> list[Choice]:

@@ -4,11 +4,8 @@ from dataclasses import replace
 
 from hf_memopt.engines import engine_named
 from hf_memopt.errors import InputError, choose
-from hf_memopt.estimator.job_checks import divides_heads
-from hf_memopt.estimator.tracing.tasks import infer_task
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST, read_devices
 from hf_memopt.hardware.described import described_text
-from hf_memopt.job.spec import JobSpec
 from hf_memopt.presets import Preset, preset_by_name
 from hf_memopt.presets.named_presets import preset_name, strategies
 from hf_memopt.presets.preset import with_strategy
@@ -39,23 +36,6 @@ def resolve_preset(
             raise InputError(f"strategy={strategy} connects several devices: say how many, as in {name}x2")
         preset = with_strategy(preset, strategy)
     return preset
-
-
-def sharing_counts(spec: JobSpec) -> list[int]:
-    """Numbers of devices of one machine that may share each sample (DeepSpeed's Ulysses), where it is longer than the
-    preset's and the batch is left open.
-
-    Args:
-        spec: with its preset.
-    """
-    preset = spec.preset
-    batch = spec.training.keys() & {"per_device_train_batch_size", "gradient_accumulation_steps"}
-    task = spec.task or infer_task(spec.config)
-    own = preset.method == "qlora" or spec.attn_implementation not in (None, "sdpa")
-    if task != "causal-lm" or batch or own or (spec.seq_len or 0) <= preset.seq_len:
-        return []
-    devices = preset.processes // preset.machines
-    return [n for n in range(2, devices + 1) if devices % n == 0 and divides_heads(spec.config, n)]
 
 
 def split_count(hardware: str) -> tuple[str, int]:

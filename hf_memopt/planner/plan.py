@@ -12,8 +12,7 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES, THRESHOLDS, MemoryArguments
 from hf_memopt.planner.alternatives import Alternative, Rejected, left_out, method_alternative, plain_alternative
 from hf_memopt.planner.choice_jobs import start_search
-from hf_memopt.planner.choices import Choice, memory_arguments
-from hf_memopt.planner.devices import sharing_counts
+from hf_memopt.planner.choices import Choice, memory_arguments, sharing_counts
 from hf_memopt.planner.nothing_fits.fallbacks import Fallback, fallbacks
 from hf_memopt.planner.nothing_fits.nearest import nearest_changes
 from hf_memopt.planner.profiles import Plan, Profile

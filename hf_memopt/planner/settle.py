@@ -13,7 +13,8 @@ from hf_memopt.field_values import fit
 from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import assumed_host_memory, own_host_memory
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.planner.devices import resolve_preset, sharing_counts, split_count
+from hf_memopt.planner.choices import sharing_counts
+from hf_memopt.planner.devices import resolve_preset, split_count
 from hf_memopt.planner.trl_choices import TrlSpace, trl_space
 from hf_memopt.presets import Preset
 from hf_memopt.presets.batch import EFFECTIVE_BATCH, batch_settings

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from hf_memopt import InputError, MemoryArguments
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.choice_jobs import choice_job, start_search
-from hf_memopt.planner.choices import Choice, SearchSpace
-from hf_memopt.planner.devices import resolve_preset, sharing_counts
+from hf_memopt.planner.choices import Choice, SearchSpace, sharing_counts
+from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.launch import accelerate_config, launch_command, write_files
 from hf_memopt.planner.plan import plan_job
 from hf_memopt.planner.search import summarize
