@@ -60,8 +60,8 @@ def settle(spec: JobSpec, method: str) -> JobSpec:
         raise InputError(f"task={task}: plan knows models of text and video; `hf-memopt estimate` takes this one")
     if spec.sequence_parallel > 1:
         raise InputError(
-            f"sequence_parallel={spec.sequence_parallel}: plan searches jobs with whole samples; `hf-memopt estimate` "
-            "predicts this one"
+            f"sequence_parallel={spec.sequence_parallel}: plan chooses how many devices share a sample: leave it out; "
+            "`hf-memopt estimate` predicts this number"
         )
     preset = resolve_preset(spec.hardware, method, spec.strategy, spec.world_size)
     if spec.tool:

@@ -417,7 +417,7 @@ def test_context_parallelism_of_trls_command(fsdp, job, expected, command):
     code, output, errors = command("estimate", text, "--hardware", "h100_80gbx4", "--json")
     assert expected in (json.loads(output)["estimated"] if code == 0 else errors)
     code, _, errors = command("plan", text, "--hardware", "h100_80gbx4")
-    assert code == 2 and "sequence_parallel=2: plan searches jobs with whole samples" in errors
+    assert code == 2 and "sequence_parallel=2: plan chooses how many devices share a sample" in errors
 
 
 def test_a_long_command_is_no_files_name(command):
