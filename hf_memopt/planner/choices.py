@@ -211,10 +211,10 @@ def sharing_counts(spec: JobSpec) -> list[int]:
         spec: with its preset.
     """
     preset = spec.preset
-    batch = spec.training.keys() & {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    fixed = spec.training.get("per_device_train_batch_size", 1) > 1 or "gradient_accumulation_steps" in spec.training
     task = spec.task or infer_task(spec.config)
     own = preset.method == "qlora" or spec.attn_implementation not in (None, "sdpa")
-    if task != "causal-lm" or batch or own or (spec.seq_len or 0) <= preset.seq_len:
+    if task != "causal-lm" or fixed or own or (spec.seq_len or 0) <= preset.seq_len:
         return []
     devices = preset.processes // preset.machines
     return [n for n in range(2, devices + 1) if devices % n == 0 and divides_heads(spec.config, n)]
@@ -287,15 +287,14 @@ class SearchSpace:
         return supports_checkpointing(self.spec.config, model_task(self._task))
 
     def _batches(self, strategy: str) -> list[tuple[int, int, int]]:
-        """(devices that share a sample, micro-batch, accumulation); of fewer samples than devices all are shared."""
-        samples, rest = divmod(self.spec.effective_batch_size, self.spec.preset.processes)
+        """(devices that share a sample, micro-batch, accumulation)."""
+        batch, devices = self.spec.effective_batch_size, self.spec.preset.processes
+        samples = batch // devices if batch % devices == 0 else 0  # of fewer samples than devices all are shared
         micro = self.spec.training.get("per_device_train_batch_size")
-        sizes = [micro] if micro else range(1, 0 if rest else min(samples, MOST_SAMPLES) + 1)
+        sizes = [micro] if micro else range(1, min(samples, MOST_SAMPLES) + 1)
+        whole = [(1, size, samples // size) for size in sizes if samples and samples % size == 0]
         counts = sharing_counts(self.spec) if engine_named(strategy).zero_stage else []
-        shared = [(n, *divmod(self.spec.effective_batch_size * n, self.spec.preset.processes)) for n in counts]
-        return [(1, micro, samples // micro) for micro in sizes if samples % micro == 0] + [
-            (n, 1, accumulation) for n, accumulation, rest in shared if not rest
-        ]
+        return whole + [(n, 1, batch * n // devices) for n in counts if batch * n % devices == 0]
 
     def _strategies(self) -> list[str]:
         one = self.spec.preset.strategy

@@ -15,6 +15,7 @@ from hf_memopt.planner.choice_jobs import choice_job, start_search
 from hf_memopt.planner.choices import Choice, SearchSpace, sharing_counts
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.planner.launch import accelerate_config, launch_command, write_files
+from hf_memopt.planner.nothing_fits.nearest import _texts
 from hf_memopt.planner.plan import plan_job
 from hf_memopt.planner.search import summarize
 from hf_memopt.planner.settle import settle
@@ -43,7 +44,8 @@ COUNTS = [
     ({"task": "sft"}, []),
     ({"task": "causal-lm", "attn_implementation": "sdpa"}, [2, 4]),
     ({"attn_implementation": "flash_attention_2"}, []),
-    ({"training": {"per_device_train_batch_size": 1}}, []),
+    ({"training": {"per_device_train_batch_size": 1}}, [2, 4]),
+    ({"training": {"per_device_train_batch_size": 2}}, []),
     ({"training": {"gradient_accumulation_steps": 4}}, []),
     ({"config": AutoConfig.for_model(**{**MODEL, "num_attention_heads": 32, "num_key_value_heads": 8})}, [2, 4, 8]),
 ]
@@ -71,6 +73,12 @@ def test_every_split_of_a_batch_has_its_samples(subtests):
             found = SearchSpace(spec(effective_batch_size=batch))._batches(strategy)
             assert found == expected
             assert {micro * accumulation * 8 // shared for shared, micro, accumulation in found} == {batch}
+
+
+def test_a_fixed_micro_batch_of_two_is_of_whole_samples():
+    two = {"per_device_train_batch_size": 2}
+    assert SearchSpace(spec(effective_batch_size=16, training=two))._batches("zero3") == [(1, 2, 1)]
+    assert SearchSpace(spec(effective_batch_size=2, training=two))._batches("zero3") == []
 
 
 def test_a_batch_may_have_fewer_samples_than_there_are_devices():
@@ -120,6 +128,12 @@ def test_a_preset_of_one_device_shares_the_samples_of_all_that_are_launched(monk
     preset = get_preset("h100_80gb", "full", "zero3")
     assert (preset.sequence_parallel, preset.batches(8)) == (4, 2)
     assert preset.gradient_accumulation_steps == preset.effective_batch_size // preset.micro_batch_size
+
+
+def test_a_proposal_of_more_devices_says_who_shares_samples():
+    more = replace(spec(), preset=replace(spec().preset, processes=16))
+    assert _texts(["a change"], spec(), more, SHARED)[1].endswith(", strategy zero3, samples shared by 4")
+    assert _texts([], spec(), more, replace(SHARED, shared=1))[0].endswith(", strategy zero3")
 
 
 def test_the_words_of_a_choice():

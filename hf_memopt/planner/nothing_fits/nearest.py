@@ -281,7 +281,8 @@ def _texts(texts: list[str], before, after, choice: Choice) -> list[str]:
     """The changes of a combination with its devices and its strategy."""
     preset, fixed = after.preset, before.preset.strategy
     if preset.processes > before.preset.processes:
-        return [*texts, f"{preset.processes} × {preset.hardware.label}, strategy {choice.strategy}"]
+        shared = f", samples shared by {choice.shared}" if choice.shared > 1 else ""
+        return [*texts, f"{preset.processes} × {preset.hardware.label}, strategy {choice.strategy}{shared}"]
     return [*texts, f"--strategy {choice.strategy}"] if fixed not in ("none", choice.strategy) else texts
 
 

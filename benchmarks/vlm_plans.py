@@ -1,0 +1,70 @@
+"""Plans of pictures beside settings made by hand: python benchmarks/vlm_plans.py
+
+Five vision-language models on two cards, a picture of two sizes a sample, 32 samples a step. The settings made by hand
+are what guides try: micro-batches with and without checkpointing, the loss in chunks, half of the layers. A row has
+the fastest of those that fit a profile's share of the card, and the profile's own; nothing was measured.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import sys
+
+from record import record_each
+
+from hf_memopt.cli import main
+
+MODELS = ("qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3-vl-8b", "gemma-3-12b", "smolvlm2-500m")
+CARDS = {"rtx_4090": "qlora", "a100_80gb": "lora"}
+SIZES = ("640x480", "1280x720")
+SAMPLES = 32
+OFF, ON = {"activation_checkpointing": "false"}, {"activation_checkpointing": "true"}
+CHUNKS, HALF = {"loss_chunk_size": 1024}, {"checkpoint_ratio": 0.5}
+HAND = [
+    *({"per_device_train_batch_size": 1} | more for more in (OFF, ON, OFF | CHUNKS)),
+    *({"per_device_train_batch_size": 2} | more for more in (OFF, ON, OFF | CHUNKS, HALF | CHUNKS)),
+    *({"per_device_train_batch_size": 4} | more for more in (OFF | CHUNKS, ON | CHUNKS, HALF)),
+    *({"per_device_train_batch_size": 8} | more for more in (OFF | CHUNKS, ON | CHUNKS, ON)),
+    {"per_device_train_batch_size": 16} | ON | CHUNKS,
+]
+
+
+def said(*words: str) -> dict:
+    """The JSON that a command prints; its refusal under "refused"."""
+    out, sys.argv = io.StringIO(), ["hf-memopt", *words, "--json"]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        main()
+    return json.loads(out.getvalue()) if out.getvalue().strip() else {"refused": True}
+
+
+def words_of(settings: dict) -> list[str]:
+    return list(itertools.chain.from_iterable(("--set", f"{name}={value}") for name, value in settings.items()))
+
+
+def compared(model: str, card: str, size: str) -> dict:
+    """A row: a picture's size, a model and a card."""
+    job = (model, "--hardware", card, "--method", CARDS[card], *words_of({"images": 1, "image_size": size}))
+    plan = said("plan", *job, "--effective-batch-size", str(SAMPLES))
+    hand = []
+    for settings in HAND:
+        own = settings | {"gradient_accumulation_steps": SAMPLES // settings["per_device_train_batch_size"]}
+        if not (found := said("estimate", *job, *words_of(own))).get("refused"):
+            hand.append((found["tokens_per_second"], found["device_bytes"], settings))
+    profiles = {}
+    for profile in plan["profiles"]:
+        room = profile["target_utilization"] * plan["usable_bytes"]
+        fastest = max((made for made in hand if made[1] <= room), key=lambda made: made[0], default=(0, 0, None))
+        profiles[profile["profile"]] = {
+            "settings": profile["settings"],
+            "tokens_per_second": profile["tokens_per_second"],
+            "device_bytes": profile["estimate"]["device_bytes"],
+            "by_hand": fastest[2],
+            "by_hand_tokens_per_second": round(fastest[0], 1),
+            "by_hand_faster": round(fastest[0] / profile["tokens_per_second"] - 1, 4),
+        }
+    return {"model": model, "card": card, "size": size, "tried": len(hand), "profiles": profiles}
+
+
+if __name__ == "__main__":
+    record_each("vlm_plans", compared, itertools.product(MODELS, CARDS, SIZES))
