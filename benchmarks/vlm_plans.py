@@ -42,28 +42,47 @@ def words_of(settings: dict) -> list[str]:
     return list(itertools.chain.from_iterable(("--set", f"{name}={value}") for name, value in settings.items()))
 
 
+def job_of(model: str, card: str, size: str) -> tuple[str, ...]:
+    return (model, "--hardware", card, "--method", CARDS[card], *words_of({"images": 1, "image_size": size}))
+
+
+def planned(plan: dict) -> dict:
+    """Profile -> its settings and figures."""
+    return {
+        profile["profile"]: {
+            "settings": profile["settings"],
+            "tokens_per_second": profile["tokens_per_second"],
+            "device_bytes": profile["estimate"]["device_bytes"],
+        }
+        for profile in plan["profiles"]
+    }
+
+
+def plan_of(job: tuple[str, ...]) -> dict:
+    return said("plan", *job, "--effective-batch-size", str(SAMPLES))
+
+
 def compared(model: str, card: str, size: str) -> dict:
     """A row: a picture's size, a model and a card."""
-    job = (model, "--hardware", card, "--method", CARDS[card], *words_of({"images": 1, "image_size": size}))
-    plan = said("plan", *job, "--effective-batch-size", str(SAMPLES))
-    hand = []
+    job = job_of(model, card, size)
+    plan, hand = plan_of(job), []
     for settings in HAND:
         own = settings | {"gradient_accumulation_steps": SAMPLES // settings["per_device_train_batch_size"]}
         if not (found := said("estimate", *job, *words_of(own))).get("refused"):
             hand.append((found["tokens_per_second"], found["device_bytes"], settings))
-    profiles = {}
+    by_hand = {}
     for profile in plan["profiles"]:
         room = profile["target_utilization"] * plan["usable_bytes"]
-        fastest = max((made for made in hand if made[1] <= room), key=lambda made: made[0], default=(0, 0, None))
-        profiles[profile["profile"]] = {
-            "settings": profile["settings"],
-            "tokens_per_second": profile["tokens_per_second"],
-            "device_bytes": profile["estimate"]["device_bytes"],
-            "by_hand": fastest[2],
-            "by_hand_tokens_per_second": round(fastest[0], 1),
-            "by_hand_faster": round(fastest[0] / profile["tokens_per_second"] - 1, 4),
-        }
-    return {"model": model, "card": card, "size": size, "tried": len(hand), "profiles": profiles}
+        speed, _, settings = max((made for made in hand if made[1] <= room), key=lambda made: made[0])
+        faster = round(speed / profile["tokens_per_second"] - 1, 4)
+        by_hand[profile["profile"]] = {"settings": settings, "tokens_per_second": round(speed, 1), "faster": faster}
+    row = {"model": model, "card": card, "size": size, "tried": len(hand)}
+    return row | {"planned": planned(plan), "by_hand": by_hand}
+
+
+def again(row: dict) -> dict:
+    """What is planned now."""
+    return {"planned": planned(plan_of(job_of(row["model"], row["card"], row["size"])))}
 
 
 if __name__ == "__main__":

@@ -2,13 +2,7 @@
 
 import math
 
-from docs_tables.markdown import (
-    METHOD_NAMES,
-    gib,
-    predicted,
-    results,
-    table,
-)
+from docs_tables.markdown import METHOD_NAMES, gib, listed, predicted, results, shown, table
 
 from hf_memopt import get_preset
 from hf_memopt.planner.samples.video_tiers import guide_row
@@ -68,4 +62,28 @@ def video_families() -> str:
     return "\n".join(lines) + f"\n\n{predicted('video_families', verb='Measured')}"
 
 
-TABLES = {"video memory": video_memory, "video tiers": video_tiers, "video families": video_families}
+def vlm_plans() -> str:
+    """The balanced profiles of pictures, and how much faster the fastest settings made by hand are that fit as well."""
+    rows = [
+        {**row, **row["planned"]["balanced"], "faster": row["by_hand"]["balanced"]["faster"]}
+        for row in results("vlm_plans")["rows"]
+        if "balanced" in row["planned"]
+    ]
+    columns = {
+        "model": "{model}",
+        "card": "`{card}`",
+        "picture": "{size}",
+        "planned": "{settings}",
+        "GiB": shown("device_bytes"),
+        "tokens/s, not compared": shown("tokens_per_second", ",.0f", 1),
+        "fastest by hand": lambda row: f"{row['faster']:+.1%}",
+    }
+    return f"{listed(rows, columns)}\n\n{predicted('vlm_plans')}"
+
+
+TABLES = {
+    "video memory": video_memory,
+    "video tiers": video_tiers,
+    "video families": video_families,
+    "plans of pictures": vlm_plans,
+}

@@ -134,6 +134,14 @@ def test_a_plan_of_a_long_or_large_job(row):
 
 @pytest.mark.slow
 @pytest.mark.drawn(1)
+@recorded("vlm_plans")
+def test_a_plan_of_pictures_beside_settings_by_hand(row):
+    assert max(found["faster"] for found in row["by_hand"].values()) < 0.03
+    check("vlm_plans", row)
+
+
+@pytest.mark.slow
+@pytest.mark.drawn(1)
 @recorded("small_cards")
 def test_a_mixture_on_a_small_card(row):
     check("small_cards", row)
