@@ -63,7 +63,7 @@ def video_families() -> str:
 
 
 def vlm_plans() -> str:
-    """The balanced profiles of pictures, and how much faster the fastest settings made by hand are that fit as well."""
+    """The balanced profiles of pictures, and how much faster the fastest settings made by hand are."""
     rows = [
         {**row, **row["planned"]["balanced"], "faster": row["by_hand"]["balanced"]["faster"]}
         for row in results("vlm_plans")["rows"]
