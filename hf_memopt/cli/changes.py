@@ -67,11 +67,14 @@ def _words(proposal: Proposal, asked: JobSpec, settled: JobSpec, settle) -> str:
     """A proposal as a command line takes it, to the last setting."""
     spec, choice, changes = proposal.spec, proposal.choice, list(proposal.changes)
     if choice is None:
-        return proposal.note or " and ".join(changes)
+        return " and ".join(changes)
     strategy = choice.strategy if choice.strategy != settled.preset.strategy else asked.strategy
     if strategy != asked.strategy and not any("strategy" in change for change in changes):
         changes.append(f"--strategy {strategy}")
+    if choice.shared > 1:
+        changes.append(f"--sequence-parallel {choice.shared}")
     moved = {"method": spec.method, "strategy": strategy, "world_size": spec.preset.processes}
+    moved["sequence_parallel"] = choice.shared
     lora = spec.lora if spec.method != "full" else {}
     try:
         base = spec_job(settle(replace(asked, **moved, seq_len=spec.seq_len, lora=lora)))

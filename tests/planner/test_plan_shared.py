@@ -1,5 +1,6 @@
 """Plans of samples that several devices share (DeepSpeed's Ulysses). tests/trainer/test_engines.py runs them."""
 
+import json
 import shlex
 from dataclasses import replace
 from types import SimpleNamespace
@@ -178,3 +179,17 @@ def test_a_plan_of_long_samples_shares_them(tmp_path, monkeypatch):
     written = (tmp_path / "run" / "accelerate.yaml").read_text()
     assert f"parallelism_config_sp_size: {shared.choice.shared}" in written
     assert "--attn_implementation sdpa" in (tmp_path / "run" / "launch.sh").read_text()
+
+
+@pytest.mark.slow
+def test_an_estimate_proposes_who_shares_samples(command, tmp_path):
+    """In words that, added to the command, make it fit."""
+    CONFIG.save_pretrained(tmp_path)
+    words = ["estimate", str(tmp_path), "--hardware", "rtx_4090x8", "--seq-len", "131072", "--strategy", "zero2"]
+    words += ["--method", "full", "--json"]
+    code, output, _ = command(*words)
+    change = json.loads(output)["levers"][0]["change"]
+    assert code == 1 and "--sequence-parallel 4" in change
+    added = shlex.split(change.replace(" and ", " "))
+    code, output, _ = command(*words, *added)
+    assert code == 0 and "samples shared by 4" in json.loads(output)["estimated"]

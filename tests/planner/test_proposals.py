@@ -9,7 +9,7 @@ import pytest
 from random_jobs import random_job
 from test_plan import config, least, spec_for
 
-from hf_memopt.cli.changes import fitting_changes
+from hf_memopt.cli.changes import _words, fitting_changes
 from hf_memopt.cli.estimate import settle_job
 from hf_memopt.cli.settings import command_spec
 from hf_memopt.errors import InputError
@@ -119,3 +119,8 @@ def test_where_nothing_fits_changes_are_looked_for_once(more, monkeypatch):
     made = plan.plan_job(left_open(replace(spec, **more)) if "tool" in more else replace(spec, **more))
     assert not made.profiles and made.nearest == ["x: 0.00 GiB"]
     assert len(asked) == 1 and "optim" not in asked[0].training
+
+
+def test_another_models_proposal_is_its_change_alone():
+    asked = JobSpec(model="llama-3.1-8b")
+    assert _words(Proposal(["llama-3.2-1b instead", "more"], 1), asked, asked, None) == "llama-3.2-1b instead and more"
