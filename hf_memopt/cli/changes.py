@@ -71,16 +71,16 @@ def _words(proposal: Proposal, asked: JobSpec, settled: JobSpec, settle) -> str:
     strategy = choice.strategy if choice.strategy != settled.preset.strategy else asked.strategy
     if strategy != asked.strategy and not any("strategy" in change for change in changes):
         changes.append(f"--strategy {strategy}")
-    if choice.shared > 1:
-        changes.append(f"--sequence-parallel {choice.shared}")
-    moved = {"method": spec.method, "strategy": strategy, "world_size": spec.preset.processes}
-    moved["sequence_parallel"] = choice.shared
+    changes += [f"--sequence-parallel {choice.shared}"] * (choice.shared > 1)
+    moved = {
+        **{"method": spec.method, "strategy": strategy},
+        **{"world_size": spec.preset.processes, "sequence_parallel": choice.shared},
+    }
     lora = spec.lora if spec.method != "full" else {}
     try:
         base = spec_job(settle(replace(asked, **moved, seq_len=spec.seq_len, lora=lora)))
     except InputError:  # the named preset is of another number of devices
         return " and ".join(changes)
     own = set_words({f"lora.{name}": value for name, value in lora.items() if asked.lora.get(name) != value})
-    said = " ".join(changes)
-    words = [word for word in [*own, *differences(base, choice_job(spec, choice))] if word not in said]
+    words = [word for word in [*own, *differences(base, choice_job(spec, choice))] if word not in " ".join(changes)]
     return " and ".join([*changes, " ".join(words)] if words else changes)

@@ -114,7 +114,11 @@ def check_shared(job) -> None:
         # Refuse what DeepSpeed's Ulysses cannot divide.
         if not divides_heads(job.config, job.shared):
             heads, keys = attention_heads(job.config)
-            raise InputError(f"{what} does not divide the model's {heads} attention heads and {keys} of keys")
+            raise InputError(
+                f"{what} does not divide the model's {heads} attention heads and {keys} of keys"
+                if hasattr(job.config.get_text_config(), "num_key_value_heads")
+                else f"{what}: Ulysses (deepspeed 0.19) reads num_key_value_heads of the configuration, which has none"
+            )
         masked = layers_with_masks(job.config)
         if any("linear" in kind for kind in masked):
             raise InputError(f"{what}: linear attention passes a state along the sample, which cannot be divided")
@@ -163,7 +167,11 @@ def divides_heads(config, devices: int) -> bool:
     """True if so many devices can share a model's attention heads (deepspeed 0.19, UlyssesSPAttentionHF); where there
     are fewer heads of keys, several devices have the same one."""
     heads, keys = attention_heads(config)
-    return heads % devices == 0 and 0 in (keys % devices, devices % keys)
+    return (
+        hasattr(config.get_text_config(), "num_key_value_heads")  # which DeepSpeed reads
+        and heads % devices == 0
+        and 0 in (keys % devices, devices % keys)
+    )
 
 
 def attention_heads(config) -> tuple[int, int]:
