@@ -115,9 +115,9 @@ def check_shared(job) -> None:
         if not divides_heads(job.config, job.shared):
             heads, keys = attention_heads(job.config)
             raise InputError(
-                f"{what} does not divide the model's {heads} attention heads and {keys} of keys"
-                if hasattr(job.config.get_text_config(), "num_key_value_heads")
-                else f"{what}: Ulysses (deepspeed 0.19) reads num_key_value_heads of the configuration, which has none"
+                f"{what}: Ulysses (deepspeed 0.19) reads {lacking} of the configuration, which has none"
+                if (lacking := " and ".join(_lacks_for_ulysses(job.config)))
+                else f"{what} does not divide the model's {heads} attention heads and {keys} of keys"
             )
         masked = layers_with_masks(job.config)
         if any("linear" in kind for kind in masked):
@@ -167,11 +167,17 @@ def divides_heads(config, devices: int) -> bool:
     """True if so many devices can share a model's attention heads (deepspeed 0.19, UlyssesSPAttentionHF); where there
     are fewer heads of keys, several devices have the same one."""
     heads, keys = attention_heads(config)
-    return (
-        hasattr(config.get_text_config(), "num_key_value_heads")  # which DeepSpeed reads
-        and heads % devices == 0
-        and 0 in (keys % devices, devices % keys)
-    )
+    return not _lacks_for_ulysses(config) and heads % devices == 0 and 0 in (keys % devices, devices % keys)
+
+
+def _lacks_for_ulysses(config) -> list[str]:
+    """The names of what UlyssesSPAttentionHF.register_with_transformers reads of a configuration that has no number
+    there: GPT-2's has no heads of keys, Mixtral's says null for their size."""
+    return [
+        name
+        for name, left_out in (("num_key_value_heads", None), ("head_dim", 0))
+        if getattr(config.get_text_config(), name, left_out) is None
+    ]
 
 
 def attention_heads(config) -> tuple[int, int]:

@@ -68,8 +68,7 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
 
 def _one_at_a_time(job) -> bool:
     """True if a MemoryTrainer keeps the batches of a step in host memory until they run."""
-    recovers = getattr(job.memory_args, "oom_recovery", False)
-    return recovers and job.device.discrete_memory and job.engine.plain
+    return getattr(job.memory_args, "oom_recovery", False) and job.device.discrete_memory and job.engine.plain
 
 
 def batch_bytes(job, block: int = 1) -> int:

@@ -133,6 +133,7 @@ REFUSED = [
     ({"count": 3, "world_size": 9}, "does not divide the model's 28 attention heads"),
     ({"world_size": 6}, "does not divide the 6 processes"),
     ({"config": AutoConfig.for_model("gpt2"), "seq_len": 1024}, "reads num_key_value_heads of the configuration"),
+    ({"config": AutoConfig.for_model("mixtral")}, "reads head_dim of the configuration, which has none"),
     ({"padded": True}, "without padding"),
     ({"memory_args": MemoryArguments(logits_to_keep=True)}, "logits_to_keep needs whole samples"),
     ({"fields": {"parallelism_config": ParallelismConfig(cp_size=2)}}, "cp_size=2 needs FSDP2, .* zero3: use fsdp2"),

@@ -144,8 +144,7 @@ class StepTime:
         """
         if step.engine.fsdp_version:
             return 4 * self.trained / self.world_size / self._host_link
-        later = (step.accumulation - 1) / step.accumulation
-        return later * 4 * self.trained / self.world_size / self._host_link
+        return (step.accumulation - 1) / step.accumulation * 4 * self.trained / self.world_size / self._host_link
 
     def _optimizer(self, step: Step) -> float:
         ranks, engine = self.world_size, step.engine
