@@ -173,7 +173,7 @@ def _price_columns(currency: str) -> list[str]:
 def _brief(choice) -> str:
     """Settings in as few characters as a table has; --json and `plan` have them in full."""
     parts = [] if choice.strategy == "none" else [choice.strategy]
-    parts.append(f"{choice.micro_batch}×{choice.accumulation}")
+    parts += [f"{choice.micro_batch}×{choice.accumulation}"] + [f"shared by {choice.shared}"] * (choice.shared > 1)
     if choice.checkpointed:
         parts.append("ckpt" if choice.checkpointed == 1 else f"ckpt {choice.checkpointed:.0%}")
     parts += [knob.short for knob in choice.on if knob.short and not knob.on_host]

@@ -73,8 +73,10 @@ def _words(proposal: Proposal, asked: JobSpec, settled: JobSpec, settle) -> str:
         changes.append(f"--strategy {strategy}")
     changes += [f"--sequence-parallel {choice.shared}"] * (choice.shared > 1)
     moved = {
-        **{"method": spec.method, "strategy": strategy},
-        **{"world_size": spec.preset.processes, "sequence_parallel": choice.shared},
+        "method": spec.method,
+        "strategy": strategy,
+        "world_size": spec.preset.processes,
+        "sequence_parallel": choice.shared,
     }
     lora = spec.lora if spec.method != "full" else {}
     try:

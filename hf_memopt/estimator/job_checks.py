@@ -111,23 +111,8 @@ def check_shared(job) -> None:
     if (job.task != "causal-lm" and not own) or job.video is not None or job.padded or job.packed:
         raise InputError(f"{what} is predicted for whole rows of text alone, without padding: leave it out")
     if job.shares_heads:
-        # Refuse what DeepSpeed's Ulysses cannot divide.
-        if not divides_heads(job.config, job.shared):
-            heads, keys = attention_heads(job.config)
-            raise InputError(
-                f"{what}: Ulysses (deepspeed 0.19) reads {lacking} of the configuration, which has none"
-                if (lacking := " and ".join(_lacks_for_ulysses(job.config)))
-                else f"{what} does not divide the model's {heads} attention heads and {keys} of keys"
-            )
-        masked = layers_with_masks(job.config)
-        if any("linear" in kind for kind in masked):
-            raise InputError(f"{what}: linear attention passes a state along the sample, which cannot be divided")
-        window = getattr(job.config.get_text_config(), "sliding_window", None) or 0
-        if masked and window < job.seq_len and not flash_attention(next(iter(job.attention), None)):
-            raise InputError(
-                f"{what}: Ulysses (deepspeed 0.19) drops the masks of {', '.join(sorted(masked))}: "
-                "set attn_implementation=flash_attention_2, which needs none"
-            )
+        if reason := ulysses_refusal(job.config, job.shared, job.seq_len, next(iter(job.attention), None)):
+            raise InputError(f"{what}{reason}")
     else:
         _check_ring(job, what)
     levers = job.memory_args.levers() if job.memory_args is not None else {}
@@ -163,21 +148,36 @@ def layers_with_masks(config) -> set[str]:
     return set(kinds) - {"full_attention"}
 
 
+def ulysses_refusal(config, devices: int, seq_len: int, attention: str | None) -> str | None:
+    """The reason that DeepSpeed's Ulysses (0.19) cannot divide a model's samples, in words that follow the number of
+    devices; None where it can.
+
+    Args:
+        attention: the `attn_implementation`; None where the model's own choice holds.
+    """
+    text, masked = config.get_text_config(), layers_with_masks(config)
+    # What it reads of a configuration: GPT-2's has no heads of keys, Mixtral's says null for their size.
+    read = (("num_key_value_heads", None), ("head_dim", 0))
+    if lacking := [name for name, left_out in read if getattr(text, name, left_out) is None]:
+        return f": Ulysses (deepspeed 0.19) reads {' and '.join(lacking)} of the configuration, which has none"
+    if not divides_heads(config, devices):
+        heads, keys = attention_heads(config)
+        return f" does not divide the model's {heads} attention heads and {keys} of keys"
+    if any("linear" in kind for kind in masked):
+        return ": linear attention passes a state along the sample, which cannot be divided"
+    if masked and (getattr(text, "sliding_window", None) or 0) < seq_len and not flash_attention(attention):
+        return (
+            f": Ulysses (deepspeed 0.19) drops the masks of {', '.join(sorted(masked))}: "
+            "set attn_implementation=flash_attention_2, which needs none"
+        )
+    return None
+
+
 def divides_heads(config, devices: int) -> bool:
     """True if so many devices can share a model's attention heads (deepspeed 0.19, UlyssesSPAttentionHF); where there
     are fewer heads of keys, several devices have the same one."""
     heads, keys = attention_heads(config)
-    return not _lacks_for_ulysses(config) and heads % devices == 0 and 0 in (keys % devices, devices % keys)
-
-
-def _lacks_for_ulysses(config) -> list[str]:
-    """The names of what UlyssesSPAttentionHF.register_with_transformers reads of a configuration that has no number
-    there: GPT-2's has no heads of keys, Mixtral's says null for their size."""
-    return [
-        name
-        for name, left_out in (("num_key_value_heads", None), ("head_dim", 0))
-        if getattr(config.get_text_config(), name, left_out) is None
-    ]
+    return heads % devices == 0 and 0 in (keys % devices, devices % keys)
 
 
 def attention_heads(config) -> tuple[int, int]:

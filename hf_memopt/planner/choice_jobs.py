@@ -78,25 +78,13 @@ def sketchable(choices: list[Choice]) -> list[Choice]:
     return plain
 
 
-def _sharing(spec: JobSpec, choices: list[Choice]) -> list[Choice]:
-    """The choices without those whose samples the job does not let devices share."""
-    refused = set()
-    for strategy, shared in {(choice.strategy, choice.shared) for choice in choices if choice.shared > 1}:
-        first = next(choice for choice in choices if (choice.strategy, choice.shared) == (strategy, shared))
-        try:
-            choice_job(spec, first)
-        except InputError:
-            refused.add((strategy, shared))
-    return [choice for choice in choices if (choice.strategy, choice.shared) not in refused]
-
-
 def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = False) -> Search | None:
     """The search over all choices; None where compatibility leaves none.
 
     Args:
         smallest: only of those with the fewest samples and the most layers checkpointed, in fewer traces.
     """
-    choices = _sharing(spec, list_choices(spec))
+    choices = list_choices(spec)
     if not choices:
         return None
     if spec.quick:

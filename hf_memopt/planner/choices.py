@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_memopt.engines import Engine, engine_named
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.job_checks import divides_heads
+from hf_memopt.estimator.job_checks import ulysses_refusal
 from hf_memopt.estimator.quantized_checkpoints import engine_refusal, resolve_quantization
 from hf_memopt.estimator.spec_job import quantization_config
 from hf_memopt.estimator.tracing.extrapolate import count_layers, layer_period
@@ -210,14 +210,18 @@ def sharing_counts(spec: JobSpec) -> list[int]:
     Args:
         spec: with its preset.
     """
-    preset = spec.preset
+    preset, length = spec.preset, spec.seq_len or 0
+    sharded = preset.engine.zero_stage or (preset.strategy == "none" and is_installed("deepspeed"))
     fixed = spec.training.get("per_device_train_batch_size", 1) > 1 or "gradient_accumulation_steps" in spec.training
-    task = spec.task or infer_task(spec.config)
+    text = (spec.task or infer_task(spec.config)) == "causal-lm" and spec.video is None
+    whole = {*WHOLE_SAMPLES, "sliding_window"} & spec.memory_args.levers().keys() or spec.padded or spec.packed
     own = preset.method == "qlora" or spec.attn_implementation not in (None, "sdpa")
-    if task != "causal-lm" or fixed or own or (spec.seq_len or 0) <= preset.seq_len:
+    takes = spec.tool is None or "shared" in spec.tool.features
+    if not (sharded and text and takes) or fixed or whole or own or length <= preset.seq_len:
         return []
-    devices = preset.processes // preset.machines
-    return [n for n in range(2, devices + 1) if devices % n == 0 and divides_heads(spec.config, n)]
+    devices, attention = preset.processes // preset.machines, spec.attn_implementation
+    counts = [n for n in range(2, devices + 1) if devices % n == 0]
+    return [n for n in counts if ulysses_refusal(spec.config, n, length, attention) is None]
 
 
 def list_choices(spec: JobSpec) -> list[Choice]:

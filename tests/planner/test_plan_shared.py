@@ -11,6 +11,7 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig
 from transformers import AutoConfig
 
 from hf_memopt import InputError, MemoryArguments
+from hf_memopt.cli.cards import _brief
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner.choice_jobs import choice_job, start_search
 from hf_memopt.planner.choices import Choice, SearchSpace, sharing_counts
@@ -43,6 +44,11 @@ COUNTS = [
     ({"seq_len": 4096}, []),  # as long as the preset's
     ({"seq_len": 4097}, [2, 4]),
     ({"task": "sft"}, []),
+    ({"padded": True}, []),
+    ({"memory_args": MemoryArguments(max_tokens_per_batch=131072)}, []),
+    ({"memory_args": MemoryArguments(loss_chunk_size=64)}, [2, 4]),
+    ({"config": AutoConfig.for_model("mistral", sliding_window=4096)}, []),
+    ({"config": AutoConfig.for_model("gpt2")}, []),
     ({"task": "causal-lm", "attn_implementation": "sdpa"}, [2, 4]),
     ({"attn_implementation": "flash_attention_2"}, []),
     ({"training": {"per_device_train_batch_size": 1}}, [2, 4]),
@@ -86,8 +92,9 @@ def test_a_batch_may_have_fewer_samples_than_there_are_devices():
     assert settle(JobSpec(**LONG, effective_batch_size=2), "full").effective_batch_size == 2
     with pytest.raises(InputError, match="batch_size=3 cannot be split over 8 devices: use a multiple of 2"):
         settle(JobSpec(**LONG, effective_batch_size=3), "full")
-    with pytest.raises(InputError, match="batch_size=2 cannot be split over 8 devices: use a multiple of 8"):
-        settle(JobSpec(**{**LONG, "seq_len": 2048}, effective_batch_size=2), "full")
+    for whole in ({"seq_len": 2048}, {"strategy": "fsdp2"}, {"padded": True}):
+        with pytest.raises(InputError, match="batch_size=2 cannot be split over 8 devices: use a multiple of 8"):
+            settle(JobSpec(**{**LONG, **whole}, effective_batch_size=2), "full")
 
 
 SHARED = Choice("zero3", 1, 16, 1.0, "adamw_torch_fused", "bfloat16", knobs=frozenset({"loss_chunk_size"}), shared=4)
@@ -139,6 +146,7 @@ def test_a_proposal_of_more_devices_says_who_shares_samples():
 
 def test_the_words_of_a_choice():
     assert summarize(SHARED).endswith("all layers checkpointed, loss in chunks, samples shared by 4 devices")
+    assert "1×16, shared by 4, ckpt" in _brief(SHARED) and "shared" not in _brief(replace(SHARED, shared=1))
     assert SHARED.levers == replace(SHARED, shared=1).levers + 1
     assert "shared" in SHARED.features and "shared" not in replace(SHARED, shared=1).features
     sizes = accelerate_config(profile())["parallelism_config"]
