@@ -5,15 +5,11 @@ are what guides try: micro-batches with and without checkpointing, the loss in c
 the fastest of those that fit a profile's share of the card, and the profile's own; nothing was measured.
 """
 
-import contextlib
-import io
 import itertools
-import json
-import sys
+import shlex
 
 from record import record_each
-
-from hf_memopt.cli import main
+from regress import answer
 
 MODELS = ("qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3-vl-8b", "gemma-3-12b", "smolvlm2-500m")
 CARDS = {"rtx_4090": "qlora", "a100_80gb": "lora"}
@@ -28,14 +24,6 @@ HAND = [
     *({"per_device_train_batch_size": 8} | more for more in (OFF | CHUNKS, ON | CHUNKS, ON)),
     {"per_device_train_batch_size": 16} | ON | CHUNKS,
 ]
-
-
-def said(*words: str) -> dict:
-    """The JSON that a command prints; its refusal under "refused"."""
-    out, sys.argv = io.StringIO(), ["hf-memopt", *words, "--json"]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
-        main()
-    return json.loads(out.getvalue()) if out.getvalue().strip() else {"refused": True}
 
 
 def words_of(settings: dict) -> list[str]:
@@ -59,7 +47,7 @@ def planned(plan: dict) -> dict:
 
 
 def plan_of(job: tuple[str, ...]) -> dict:
-    return said("plan", *job, "--effective-batch-size", str(SAMPLES))
+    return answer(shlex.join(["plan", *job, "--effective-batch-size", str(SAMPLES)]))["answer"]
 
 
 def compared(model: str, card: str, size: str) -> dict:
@@ -68,7 +56,7 @@ def compared(model: str, card: str, size: str) -> dict:
     plan, hand = plan_of(job), []
     for settings in HAND:
         own = settings | {"gradient_accumulation_steps": SAMPLES // settings["per_device_train_batch_size"]}
-        if not (found := said("estimate", *job, *words_of(own))).get("refused"):
+        if found := answer(shlex.join(["estimate", *job, *words_of(own)])).get("answer"):  # none of a refusal
             hand.append((found["tokens_per_second"], found["device_bytes"], settings))
     by_hand = {}
     for profile in plan["profiles"]:
