@@ -244,8 +244,6 @@ class SearchSpace:
                 for (shared, micro, accumulation), (checkpointed, inputs), knobs, streamed in itertools.product(
                     self._batches(strategy), layers, self._knobs(strategy), self._streamed()
                 ):
-                    if shared > 1 and not knobs.isdisjoint(WHOLE_SAMPLES):
-                        continue
                     if inputs and not knobs.isdisjoint(("activation_compression", "activation_offload")):
                         continue  # both would take the layers' inputs
                     if "activation_offload" in knobs and checkpointed == 1 and (1.0, True) in layers:
