@@ -11,13 +11,12 @@ from hf_memopt.cli.settings import command_spec
 from hf_memopt.compatibility.config_files import Examined, Fault, Lines, foreign_tool
 from hf_memopt.errors import InputError, as_input_error, listed
 from hf_memopt.files import folder_for, write_folder
-from hf_memopt.foreign.edits import changes, chosen_keys, diff, edit
+from hf_memopt.foreign.edits import changes, chosen_keys, diff, edit, planned
 from hf_memopt.foreign.migrate import migrated_command, migrated_files
 from hf_memopt.foreign.source import Source, is_command, is_source, read_source
 from hf_memopt.foreign.translate import Translation
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
-from hf_memopt.planner.choices import KNOBS
 from hf_memopt.planner.devices import split_count
 from hf_memopt.terminal import say
 from hf_memopt.yaml_values import read_yaml_file
@@ -50,6 +49,8 @@ def read_job(
         translation.check()
         devices = asked.world_size or (count if count > 1 else None)
         spec = _over(translation.spec(_length(options), devices), asked, options)
+        tool = replace(spec.tool, reads=lambda ours: _over(planned(source, ours), asked, options))
+    spec = replace(spec, tool=tool)
     if chosen:
         spec = replace(spec, method=chosen, lora=spec.lora if chosen != "full" else {})
     devices = spec.world_size or count
@@ -84,21 +85,16 @@ def run_migrate(file: str, folder: str | None, overwrite: bool, settings: list[s
     return say(f"wrote {', '.join(str(place / name) for name in sorted(files))}: sh {place / 'launch.sh'}")
 
 
-def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str]:
-    """Their keys that a profile changes, and the diff of the file or command where one says that and no more."""
-    choice = profile.choice
-    ours: dict[str, Any] = {
-        "training.per_device_train_batch_size": choice.micro_batch,
-        "training.gradient_accumulation_steps": choice.accumulation,
-        "training.activation_checkpointing": choice.checkpointed > 0,
-        "inputs_offloaded": choice.inputs_offloaded,
-        "training.optim": choice.optim,
-        **{f"memory.{knob.name}": knob.name in choice.knobs for knob in KNOBS},
-    }
-    if choice.strategy not in ("none", "ddp"):
-        ours["strategy"] = choice.strategy
-    keys = changes(source, chosen_keys(source.table, ours))
-    return keys, diff(source, edit(source, keys))
+def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str, str | None]:
+    """Their keys that a profile changes, the diff of the file or command where one says that and no more, and the
+    launcher's words where these say how several devices train."""
+    from hf_memopt.planner.launch import launcher_command
+
+    keys = changes(source, chosen_keys(source.table, profile.choice.settings))
+    launcher = None
+    if source.table.launched and profile.preset.processes > 1:  # the file says who checkpoints, not FSDP's
+        launcher = " ".join(launcher_command(replace(profile, choice=replace(profile.choice, checkpointed=0.0))))
+    return keys, diff(source, edit(source, keys)), launcher
 
 
 def in_words(source: Source, keys: Mapping[str, Any]) -> str:

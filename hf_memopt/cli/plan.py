@@ -68,14 +68,15 @@ def run_plan(
     working(f"reading the configuration of {spec.model}")  # of the hub, perhaps
     plan = replace(plan_job(spec, progress), data=use)
     written = _export(plan, export) if export.folder and plan.profiles else []
-    keys, diff = plan_edits(source, plan.usual) if source and plan.profiles else ({}, "")
+    keys, diff, launcher = plan_edits(source, plan.usual) if source and plan.profiles else ({}, "", None)
     if as_json:
-        edits = {"keys": keys, "diff": diff} if source else None
+        edits = {"keys": keys, "diff": diff, "launcher": launcher} if source else None
         print_json(plan.to_dict() | {"exported": written, "durations": _durations(plan, amount), "edits": edits})
         return 0 if plan.profiles else 1
     after = paragraph(_wrote(written)) if written else []
     if source and plan.profiles:
         after += diff.splitlines() or paragraph(in_words(source, keys))
+        after += command_lines(f"{launcher} …", "start") if launcher else []
     words = ["hf-memopt", *sys.argv[1:]]
     if spec.quick and "--quick" in words:
         after += command_lines(shlex.join(word for word in words if word != "--quick"), "next")

@@ -1,9 +1,12 @@
 """The settings that a plan chose, as a diff of the user's own file or command."""
 
+import copy
 import difflib
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ from hf_memopt.errors import InputError
 from hf_memopt.foreign.commands import parse_commands
 from hf_memopt.foreign.key_table import Table, as_text
 from hf_memopt.foreign.source import Source, read_command, read_settings
+from hf_memopt.job.spec import JobSpec
 
+_ENGINES = ("training.deepspeed", "training.fsdp")  # of a launcher's file
 _DASHES = "--key-with-dashes value"
 # Of the keys that a plan sets, those that axolotl's command has no option for (axolotl/cli/config_options.py).
 _NO_OPTION = ("cut_cross_entropy",)
@@ -30,7 +35,7 @@ def chosen_keys(table: Table, ours: Mapping[str, Any]) -> dict[str, Any]:
 
 def changes(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Those keys that the file does not have so yet, be it by their tool's default; None takes a key out."""
-    present = dict(source.table.defaults) | _dotted(source.settings)
+    present = dict(source.table.defaults) | source.launch | _dotted(source.settings)
     return {key: value for key, value in keys.items() if not _same(present.get(key), value)}
 
 
@@ -38,6 +43,28 @@ def _same(present: Any, value: Any) -> bool:
     if isinstance(value, list):
         return set(map(str, value)) <= set(map(str, present if isinstance(present, list) else []))
     return as_text(present) == as_text(value) or (present is None and value is False)
+
+
+def planned(source: Source, ours: Mapping[str, Any]) -> JobSpec:
+    """The job that a file would describe with the settings of a plan in it."""
+    settings, engine = copy.deepcopy(dict(source.settings)), dict(source.engine)
+    for key, value in changes(source, chosen_keys(source.table, ours)).items():
+        _put(settings, key.split("."), value)
+    if source.table.launched:
+        engine = {name: value for name, value in engine.items() if not name.startswith(_ENGINES)}
+    return replace(source, settings=settings, engine=engine).translate().spec()
+
+
+def _put(settings: dict[str, Any], names: list[str], value: Any) -> None:
+    """Set a key, take it out (None), or add to its list."""
+    *above, last = names
+    for name in above:
+        settings = settings.setdefault(name, {})
+    if isinstance(value, list):
+        value = [*_listed(settings.get(last)), *value]
+    settings[last] = value
+    if value is None:
+        del settings[last]
 
 
 def edit(source: Source, keys: Mapping[str, Any]) -> str | None:
@@ -57,10 +84,12 @@ def edit(source: Source, keys: Mapping[str, Any]) -> str | None:
     except (InputError, yaml.YAMLError):
         return None
     before, after = _leaves(source.settings), _leaves(again.settings)
-    others = {key for key in before.keys() | after.keys() if key not in keys}
+    within = (*keys, *(f"{key}.*" for key, value in keys.items() if value is None))
+    others = {key for key in before.keys() | after.keys() if not any(fnmatchcase(key, name) for name in within)}
     kept = all(set(map(str, _listed(before.get(key)))) <= set(map(str, _listed(after.get(key)))) for key in keys)
     same = all(as_text(before.get(key)) == as_text(after.get(key)) for key in others)
-    return text if kept and same and again.engine == source.engine and not changes(again, keys) else None
+    same = same and (again.engine == source.engine or source.table.launched)  # whose engine is the launcher's
+    return text if kept and same and not changes(again, keys) else None
 
 
 def _listed(value: Any) -> list[Any]:
@@ -130,8 +159,16 @@ def _added(text: str, parent: yaml.Node | None, names: list[str], value: Any) ->
 
 
 def _without_line(text: str, pair: tuple[yaml.Node, yaml.Node]) -> str:
-    start, end = text.rfind("\n", 0, pair[0].start_mark.index) + 1, text.find("\n", pair[1].end_mark.index) + 1
+    start, end = text.rfind("\n", 0, pair[0].start_mark.index) + 1, text.find("\n", _end(pair[1])) + 1
     return text[:start] + (text[end:] if end else "")
+
+
+def _end(node: yaml.Node) -> int:
+    """The place after a value; a block's own end is where the next key begins."""
+    if isinstance(node, yaml.ScalarNode) or node.flow_style or not node.value:
+        return node.end_mark.index
+    last = node.value[-1]
+    return _end(last[1] if isinstance(node, yaml.MappingNode) else last)
 
 
 def _dumped(value: Any) -> str:

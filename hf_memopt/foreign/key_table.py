@@ -2,7 +2,7 @@
 
 import functools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -72,7 +72,8 @@ class Table:
         multiples: a setting -> another and a factor, which is its default.
         rows: in the order in which they are asked.
         plan: ours -> their keys that a plan may set: `key` with the `values` of ours in their words, and `flags` that
-            are on with some of ours and taken out with others; or what they `set`.
+            are on with some of ours and taken out with others; or what they `set`. Strategies that no key says are
+            `launched`, `without` the keys of others.
         expandable: it sets the allocator's expandable segments itself.
         engines: name of a DeepSpeed file that it ships -> what of its content memory sees.
         step_samples: of an optimizer step over all devices, where a file sets no accumulation.
@@ -108,9 +109,19 @@ class Table:
         """The settings of a plan that have keys of theirs (planner's Choice.features)."""
         return frozenset(
             {name for name in self.plan if name not in ("strategy", "training.optim")}
-            | {f"strategy.{name}" for name in self.plan.get("strategy", {}).get("values", ())}
+            | {f"strategy.{name}" for name in self._strategies()}
             | {f"optim.{name}" for name in self._optimizers()}
         )
+
+    @property
+    def launched(self) -> bool:
+        """True if a plan's strategy is what accelerate launch is told, and no key."""
+        return "launched" in self.plan.get("strategy", {})
+
+    def _strategies(self) -> Iterable[str]:
+        """Those that a key of theirs or their launcher starts."""
+        entry = self.plan.get("strategy", {})
+        return entry.get("launched") or entry.get("values", ())
 
     def _optimizers(self) -> set[str]:
         """Values of optim that have a word of theirs."""
@@ -127,13 +138,16 @@ class Table:
         entry = self.plan[ours]
         if "set" in entry:
             return dict(entry["set"]) if value else {}
+        if "launched" in entry:
+            return dict.fromkeys(entry["without"])
         key, words = entry["key"], entry.get("values")
         if words is None:
             rows = [row.values for row in self.rows_of(key) if row.to == ours and row.values]
             pairs = [pair for values in rows for pair in values.items()]
             words = {as_text(our): read_yaml(their, key) for their, our in reversed(pairs)}  # the first of several
         flags = {flag: True if as_text(value) in on else None for flag, on in entry.get("flags", {}).items()}
-        return {key: words.get(as_text(value), value), **flags}
+        other = None if ours == "strategy" else value  # plain training has no engine's file
+        return {key: words.get(as_text(value), other), **flags}
 
     def reads_null(self, key: str) -> bool:
         """True if null says something: else it stands for what the tool does by itself."""

@@ -47,6 +47,7 @@ class Source:
         settings: theirs.
         engine: ours, of what starts it and of its variables.
         command: that was read.
+        launch: options of accelerate launch among TRL's, which are none of the settings.
     """
 
     path: Path | None
@@ -55,6 +56,7 @@ class Source:
     settings: Mapping[str, Any]
     engine: Mapping[str, Any] = field(default_factory=dict)
     command: Command | None = None
+    launch: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -111,10 +113,11 @@ def read_settings(path: Path, content: str) -> Source:
         raise InputError(f"{path} is no configuration of a training job of {known}; hf-memopt doctor checks others")
     if tool not in _TABLES:
         raise InputError(f"{path} is a configuration of {tool}, which is not modelled")
-    engine = _engine(_taken_out(settings), path.parent) if tool == "TRL" else {}
+    options = _taken_out(settings) if tool == "TRL" else {}
+    engine = _engine(dict(options), path.parent)
     launch = Launch("accelerate" if tool == "TRL" else tool)
     engine |= _surroundings(settings, launch, _variables(settings, _TABLES[tool]), engine)
-    return Source(path, content, read_table(_TABLES[tool]), settings, engine)
+    return Source(path, content, read_table(_TABLES[tool]), settings, engine, launch=options)
 
 
 def read_command(path: Path | None, text: str) -> Source:
@@ -132,12 +135,12 @@ def read_command(path: Path | None, text: str) -> Source:
     variables, launch = _variables(settings, command.tool), command.launch
     environment = (command.environment | variables) if command.tool == "trl" else (variables | command.environment)
     options = dict(launch.options) if launch.by == "accelerate" else {}
-    if command.tool == "trl":
-        options |= _taken_out(settings)
+    among = _taken_out(settings) if command.tool == "trl" else {}
+    options |= among
     engine = _engine(dict(options), folder, command.folder)
     started = replace(launch, options=options) if launch.by == "accelerate" else launch
     engine |= _surroundings(settings, started, environment, engine)
-    return Source(path, text, read_table(command.tool), settings, engine, command)
+    return Source(path, text, read_table(command.tool), settings, engine, command, among)
 
 
 def _variables(settings: dict[str, Any], tool: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ What a search varies is a copy by dataclasses.replace().
 """
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from hf_memopt.hardware import Hardware
 from hf_memopt.hardware.host_memory import HostMemory
 from hf_memopt.levers.arguments import PLAN_PROFILES, MemoryArguments
 from hf_memopt.presets import DTYPES, METHODS, Preset
-from hf_memopt.presets.named_presets import strategies
+from hf_memopt.presets.named_presets import plain_settings, strategies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +27,21 @@ class Tool:
         expandable: it sets the allocator's expandable segments itself.
         features: settings of a plan that it has keys for.
         autocast_adapter_dtype: adapters are trained in fp32, as peft does by default.
+        reads: what its configuration would describe with the settings of a plan (planner's Choice.settings) in it.
     """
 
     name: str
     expandable: bool = False
     features: frozenset[str] = frozenset()
     autocast_adapter_dtype: bool = True
+    reads: Callable[[Mapping[str, Any]], "JobSpec"] | None = None
 
     def settings(self, preset: Preset, spec: "JobSpec") -> Preset:
         """A preset's devices with none of its settings, in the precision of a job."""
-        fields = {**preset.training, **spec.training}
+        fields = {"use_cpu": preset.training.get("use_cpu"), **spec.training}
         kept = {name: fields[name] for name in ("use_cpu", "bf16", "fp16") if fields.get(name)}
-        return replace(preset, training=MappingProxyType(kept), meant_for=f"settings of {self.name}")
+        length = plain_settings(preset.hardware).seq_len
+        return replace(preset, training=MappingProxyType(kept), seq_len=length, meant_for=f"settings of {self.name}")
 
 
 @dataclass(frozen=True, kw_only=True)

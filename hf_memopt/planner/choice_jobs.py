@@ -18,14 +18,22 @@ from hf_memopt.units import gib
 def choice_job(spec: JobSpec, choice: Choice) -> Job:
     """The job of a choice, for the estimator."""
     preset = choice.configured(spec.preset)
+    fields, memory_args = choice.fields(preset, spec.training), memory_arguments(spec.memory_args, choice)
+    if spec.tool and spec.tool.reads:  # whose words may say more than the choice: an engine's file, a size of chunks
+        read = spec.tool.reads(choice.settings)
+        fields = {**replace(choice, checkpointed=0.0).fields(preset), **read.training}  # the Trainer's, not FSDP's
+        memory_args = replace(memory_args, **{name: getattr(read.memory_args, name) for name in read.named})
+        preset = replace(preset, name="", training=spec.preset.training, dtype=read.dtype or "auto")
+        if fields.get("deepspeed"):
+            preset = replace(preset, strategy="ddp" if preset.processes > 1 else "none")
     return spec_job(
         replace(
             spec,
             preset=preset,
             hardware=None,
-            training=choice.fields(preset, spec.training),
+            training=fields,
             lora=spec.lora if preset.method != "full" else {},
-            memory_args=memory_arguments(spec.memory_args, choice),
+            memory_args=memory_args,
         )
     )
 

@@ -87,19 +87,33 @@ class Choice:
         return engine_named(self.strategy)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What it sets that other tools have keys for."""
+        return {
+            "strategy": self.strategy,
+            "training.per_device_train_batch_size": self.micro_batch,
+            "training.gradient_accumulation_steps": self.accumulation,
+            "training.activation_checkpointing": self.checkpointed > 0,
+            "training.optim": self.optim,
+            "inputs_offloaded": self.inputs_offloaded,
+            **{f"memory.{knob.name}": knob.name in self.knobs for knob in KNOBS},
+            **{f"training.{name}": value for name, value in self.trl.fields().items()},
+        }
+
+    @property
     def features(self) -> set[str]:
         """The settings that another tool needs a key for (JobSpec.tool)."""
         switches = {
-            "training.activation_checkpointing": self.checkpointed > 0,
+            **self.settings,
+            "strategy": False,
+            "training.optim": False,
             "memory.checkpoint_ratio": 0 < self.checkpointed < 1,
-            "inputs_offloaded": self.inputs_offloaded,
             "memory.weight_streaming": self.streamed > 0,
-            "precomputed": self.trl.precomputed,
             "shared": self.shared > 1,
             f"strategy.{self.strategy}": self.strategy not in ("none", "ddp"),
             f"optim.{self.optim}": True,
         }
-        return {name for name, needed in switches.items() if needed} | {f"memory.{name}" for name in self.knobs}
+        return {name for name, needed in switches.items() if needed}
 
     @functools.cached_property
     def on(self) -> tuple[Knob, ...]:

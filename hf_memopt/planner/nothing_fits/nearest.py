@@ -171,7 +171,7 @@ def _fitting(spec: JobSpec, sketch: Sketch, smallest: Choice, say: Callable[[str
                 choices = _smallest_choices(larger)
             except MethodRefused:
                 continue
-            if larger.strategy:  # one that the variant names
+            if larger.strategy != spec.strategy:  # one that the variant names
                 choices = [choice for choice in choices if choice.strategy == larger.strategy]
             key = _weights_key(larger.preset)
             if choices and key not in sketches:
@@ -187,30 +187,30 @@ def _fitting(spec: JobSpec, sketch: Sketch, smallest: Choice, say: Callable[[str
                     continue
                 shorter = [*texts, f"--seq-len {length}"] if share > 1 else texts
                 changed = replace(larger, seq_len=length)
-                if combination := _combination(spec, levels, shorter, changed, choices, traced):
-                    yield combination
+                yield from _combinations(spec, levels, shorter, changed, choices, traced)
 
 
-def _combination(
+def _combinations(
     spec: JobSpec, levels: dict[str, int], texts: list[str], changed: JobSpec, choices: list[Choice], sketch: Sketch
-) -> Combination | None:
+) -> Iterator[Combination]:
     """The combination with the choice that needs the least; where only that helps, with another strategy than the
-    user's or with more host memory."""
+    user's, the simplest and then the one that needs the least, or with more host memory."""
     share, fixed, host = spec.seq_len // changed.seq_len, spec.preset.strategy, spec.host_memory
     needs = {choice: _needs(sketch, choice, share) for choice in choices}
     fitting = [choice for choice in choices if needs[choice] <= changed.memory_budget]
     in_host = [c for c in fitting if host is None or not c.offloads or sketch.host_bytes(c) <= host.bytes]
     allowed, allowed_in_host = ([c for c in of if fixed in ("none", c.strategy)] for of in (fitting, in_host))
     if levels and allowed_in_host:
-        choice = min(allowed_in_host, key=lambda c: (c.complexities, needs[c]))
-        return Combination(levels, _texts(texts, spec, changed, choice), changed, choice, needs[choice])
-    if in_host and fixed != "none":
-        level, choice = "strategy", min(in_host, key=lambda c: (c.complexities, needs[c]))
+        found = [(levels, min(allowed_in_host, key=lambda c: (c.complexities, needs[c])))]
+    elif in_host and fixed != "none":
+        simplest = min(in_host, key=lambda c: (c.complexities, needs[c]))
+        found = [(levels | {"strategy": 1}, simplest), (levels | {"strategy": 2}, min(in_host, key=needs.get))]
     elif allowed:
-        level, choice = "host", min(allowed, key=lambda c: (sketch.host_bytes(c), needs[c]))
+        found = [(levels | {"host": 1}, min(allowed, key=lambda c: (sketch.host_bytes(c), needs[c])))]
     else:
-        return None
-    return Combination(levels | {level: 1}, _texts(texts, spec, changed, choice), changed, choice, needs[choice])
+        found = []
+    for level, choice in found:
+        yield Combination(level, _texts(texts, spec, changed, choice), changed, choice, needs[choice])
 
 
 def _methods(spec: JobSpec, smallest: Choice) -> Iterator[tuple[dict[str, int], list[str], JobSpec]]:
@@ -237,6 +237,7 @@ def _methods(spec: JobSpec, smallest: Choice) -> Iterator[tuple[dict[str, int], 
         except InputError:  # a device that the catalog lacks
             continue
         preset = replace(preset, hardware=hardware, processes=spec.preset.processes)
+        preset = spec.tool.settings(preset, spec) if spec.tool else preset
         level = METHODS.index(settings["method"]) - METHODS.index(spec.preset.method)
         fields = {name: value for name, value in spec.training.items() if name != "optim"}
         yield {"method": level}, [change.label], replace(spec, preset=preset, method=preset.method, training=fields)

@@ -1,0 +1,159 @@
+"""A plan answers in another tool's keys: the file with them in it is the job whose numbers the plan shows."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_memopt.data.builtin_model import builtin_model
+from hf_memopt.engines import engine_named
+from hf_memopt.foreign.edits import changes, chosen_keys, edit, planned
+from hf_memopt.foreign.key_table import list_tables
+from hf_memopt.foreign.source import read_settings, read_source
+
+FOLDER = Path(__file__).parents[1] / "foreign_configs"
+_TRL = {"model_name_or_path": str(builtin_model()), "dataset_name": "rows", "torch_dtype": "float32"}
+_AXOLOTL = {"base_model": str(builtin_model()), "datasets": [{"path": "rows"}], "sequence_len": 128}
+# What a plan knows of by the file alone: an engine's file, a size of chunks, a dtype, a default of the tool.
+FILES = {
+    "axolotl": (_AXOLOTL | {"micro_batch_size": 2, "gradient_checkpointing": True}, "rtx_4090"),
+    "axolotl, FSDP": (
+        _AXOLOTL | {"fsdp_version": 2, "fsdp_config": {"offload_params": False}, "micro_batch_size": 2},
+        "rtx_4090_x2",
+    ),
+    "axolotl, chunks": (
+        _AXOLOTL | {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"], "bf16": False},
+        "rtx_4090",
+    ),
+    "LLaMA-Factory, ZeRO-3": (
+        {
+            "model_name_or_path": str(builtin_model()),
+            "template": "default",
+            "do_train": True,
+            "finetuning_type": "full",
+            "cutoff_len": 128,
+            "pure_bf16": True,
+            "per_device_train_batch_size": 2,
+            "deepspeed": "examples/deepspeed/ds_z3_config.json",
+        },
+        "rtx_4090_x2",
+    ),
+    "TRL's defaults": (_TRL | {"max_length": 128}, "rtx_4090"),
+    "TRL, FSDP2": (_TRL | {"max_length": 128, "accelerate_config": "fsdp2"}, "h100_x8"),
+    "TRL, vLLM": (
+        _TRL
+        | {"max_completion_length": 64, "num_generations": 4, "use_vllm": True, "vllm_mode": "colocate"}
+        | {"vllm_gpu_memory_utilization": 0.9, "per_device_train_batch_size": 4, "generation_batch_size": 16},
+        "rtx_4090",
+    ),
+}
+
+
+def _same_answer(command, file: Path, hardware: str) -> None:
+    """The file, changed as its plan says, is estimated as the plan was, and needs no other change."""
+    code, output, errors = command("plan", str(file), "--hardware", hardware, "--json")
+    if code:
+        assert code == 1 or errors.startswith(("note: ", "error: "))
+        return
+    plan = json.loads(output)
+    profile = next((one for one in plan["profiles"] if one["profile"] == "balanced"), plan["profiles"][0])
+    source, keys = read_source(str(file)), plan["edits"]["keys"]
+    edited = file.with_name(f"edited_{file.name}")
+    edited.write_text(edit(source, keys))
+    strategy = ("--strategy", profile["strategy"]) if plan["edits"]["launcher"] else ()
+    code, output, errors = command("estimate", str(edited), "--hardware", hardware, *strategy, "--json")
+    assert code == 0, errors
+    found, shown = json.loads(output), profile["estimate"]
+    for name in ("device_bytes", "host_bytes", "step_seconds", "phases"):
+        assert found[name] == shown[name], name
+    assert changes(read_source(str(edited)), keys) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_the_edited_file_is_the_job_that_was_planned(name, command, tmp_path):
+    content, hardware = FILES[name]
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    code, _, errors = command("plan", str(file), "--hardware", hardware, "--json")
+    assert code == 0, errors
+    _same_answer(command, file, hardware)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("hardware", ["rtx_4090", "h100_x8"])
+@pytest.mark.parametrize("name", sorted(str(path.relative_to(FOLDER)) for path in FOLDER.glob("*/*")))
+def test_every_edited_file_is_the_job_that_was_planned(name, hardware, command, tmp_path):
+    for beside in (FOLDER / name).parent.iterdir():
+        (tmp_path / beside.name).write_text(beside.read_text())
+    _same_answer(command, tmp_path / Path(name).name, hardware)
+
+
+def test_a_file_of_a_tool_has_the_engine_of_its_strategy(subtests):
+    for table in list_tables().values():
+        for strategy, file in table.plan.get("strategy", {}).get("values", {}).items():
+            with subtests.test(table=table.name, strategy=strategy):
+                zero = table.engines[Path(file).stem]["zero_optimization"]
+                offloads = {part for part in ("offload_optimizer", "offload_param") if part in zero}
+                engine = engine_named(strategy)
+                assert zero["stage"] == engine.zero_stage
+                assert bool(offloads) == bool(engine.offloads)
+                assert ("offload_param" in offloads) == (strategy == "zero3_offload_cpu")
+
+
+_LLAMA = "model_name_or_path: m\ntemplate: t\ndo_train: true\n"
+_SFT = "trainer: sft\nmodel_name_or_path: m\ndataset_name: d\n"
+_GRPO = "model_name_or_path: m\ndataset_name: d\nreward_funcs: [accuracy]\n"
+# File, ours -> the file with a plan's settings, and fields that it then says.
+PLANNED = [
+    (
+        f"{_LLAMA}deepspeed: examples/deepspeed/ds_z3_config.json\noptim: adamw_torch\n",
+        {"strategy": "ddp"},
+        f"{_LLAMA}optim: adamw_torch\n",
+        {"deepspeed": None},
+    ),
+    (
+        f"{_LLAMA}fsdp: full_shard auto_wrap\nfsdp_config:\n  fsdp_version: 2  # theirs\n# mine\noptim: sgd\n",
+        {"strategy": "zero2"},
+        f"{_LLAMA}# mine\noptim: sgd\ndeepspeed: examples/deepspeed/ds_z2_config.json\n",
+        {"fsdp": None, "deepspeed": True},
+    ),
+    (
+        f"{_SFT}accelerate_config: zero3\nmax_length: 8\n",
+        {"strategy": "zero2", "training.activation_checkpointing": False},
+        f"{_SFT}max_length: 8\ngradient_checkpointing: false\n",
+        {"deepspeed": None, "activation_checkpointing": False, "per_device_train_batch_size": 8},
+    ),
+    (
+        f"{_GRPO}generation_batch_size: 8\nuse_vllm: true\n",
+        {"training.steps_per_generation": 4, "training.vllm_enable_sleep_mode": True},
+        f"{_GRPO}use_vllm: true\nsteps_per_generation: 4\nvllm_enable_sleep_mode: true\n",
+        {"generation_batch_size": None, "steps_per_generation": 4, "vllm_enable_sleep_mode": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "ours", "edited", "fields"), PLANNED)
+def test_settings_of_a_plan_in_a_file(text, ours, edited, fields):
+    source = read_settings(Path("job.yaml"), text)
+    assert edit(source, changes(source, chosen_keys(source.table, ours))) == edited
+    training = planned(source, ours).training
+    for name, value in fields.items():
+        assert training.get(name) == value or (value is True and training.get(name))
+
+
+@pytest.mark.slow
+def test_a_file_of_trl_is_started_by_a_launcher(command, tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(_TRL | {"max_length": 128, "per_device_train_batch_size": 2}))
+    arguments = ("plan", str(file), "--hardware", "h100_x8", "--method", "full")
+    _, output, _ = command(*arguments, "--json")
+    plan = json.loads(output)
+    words = shlex.split(plan["edits"]["launcher"])
+    assert words[:2] == ["accelerate", "launch"] and "fsdp_activation_checkpointing true" not in " ".join(words)
+    _, output, _ = command(*arguments)
+    assert "start  accelerate launch" in output
+    _, output, _ = command("plan", str(file), "--hardware", "rtx_4090", "--json")
+    assert json.loads(output)["edits"]["launcher"] is None
