@@ -41,27 +41,30 @@ def job(fields=(), strategy=None, world_size=2):
     return describe(config, {"bf16": True, **dict(fields)}, 64, "a100_80gb", strategy=strategy, world_size=world_size)
 
 
-@pytest.mark.parametrize(
-    ("fields", "strategy", "engine"),
-    [
-        ({"fsdp": True}, "ddp", "ddp"),
-        ({"fsdp": True}, "none", "ddp"),
-        ({"fsdp": True}, "zero2", "deepspeed"),
-        ({"fsdp": True}, "hsdp2", "mesh"),
-        ({"deepspeed": "zero2"}, "ddp", "ddp"),
-        ({"deepspeed": "zero2"}, "fsdp2", "fsdp2"),
-        ({"deepspeed": "zero3"}, "tp2", "mesh"),
-        ({"fsdp": True}, None, "fsdp2"),
-        ({"deepspeed": "zero2"}, None, "deepspeed"),
-        ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp2", "fsdp2"),
-    ],
-)
-def test_a_strategy_replaces_the_engine_of_the_fields(fields, strategy, engine):
-    described = job(fields, strategy)
-    assert described.engine.family == engine
-    assert described.engine.family != "fsdp1"
-    if strategy:
-        assert not described.fields.keys() & {"fsdp", "deepspeed"} - ({"deepspeed"} if strategy == "zero2" else set())
+_REPLACED_ENGINES = [
+    ({"fsdp": True}, "ddp", "ddp"),
+    ({"fsdp": True}, "none", "ddp"),
+    ({"fsdp": True}, "zero2", "deepspeed"),
+    ({"fsdp": True}, "hsdp2", "mesh"),
+    ({"deepspeed": "zero2"}, "ddp", "ddp"),
+    ({"deepspeed": "zero2"}, "fsdp2", "fsdp2"),
+    ({"deepspeed": "zero3"}, "tp2", "mesh"),
+    ({"fsdp": True}, None, "fsdp2"),
+    ({"deepspeed": "zero2"}, None, "deepspeed"),
+    ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp2", "fsdp2"),
+]
+
+
+def test_a_strategy_replaces_the_engine_of_the_fields(subtests):
+    for fields, strategy, engine in _REPLACED_ENGINES:
+        with subtests.test(fields=str(fields), strategy=str(strategy), engine=str(engine)):
+            described = job(fields, strategy)
+            assert described.engine.family == engine
+            assert described.engine.family != "fsdp1"
+            if strategy:
+                assert not described.fields.keys() & {"fsdp", "deepspeed"} - (
+                    {"deepspeed"} if strategy == "zero2" else set()
+                )
 
 
 def test_ddp_is_estimated_as_ddp_whatever_the_fields_ask_for():

@@ -11,22 +11,23 @@ HALF, WIDE = torch.float16, torch.float32
 LAYERS, HEADS, LENGTH, ROWS = 2, 8, 2048, 1
 
 
-@pytest.mark.parametrize(
-    ("dtype", "grouped", "capability", "expected"),
-    [
-        (HALF, True, 9.0, True),
-        (HALF, True, 8.0, True),
-        (HALF, True, 7.5, False),  # a T4: the memory-efficient kernel takes no groups
-        (HALF, False, 7.5, True),
-        (torch.bfloat16, True, 0.0, True),  # ROCm
-        (WIDE, True, 9.0, False),
-        (WIDE, False, 9.0, True),
-        (WIDE, False, 7.0, True),
-        (WIDE, True, None, False),
-    ],
-)
-def test_which_tensors_a_fused_kernel_takes(dtype, grouped, capability, expected):
-    assert is_fused(dtype, grouped, capability) is expected
+_TAKEN = [
+    (HALF, True, 9.0, True),
+    (HALF, True, 8.0, True),
+    (HALF, True, 7.5, False),  # a T4: the memory-efficient kernel takes no groups
+    (HALF, False, 7.5, True),
+    (torch.bfloat16, True, 0.0, True),  # ROCm
+    (WIDE, True, 9.0, False),
+    (WIDE, False, 9.0, True),
+    (WIDE, False, 7.0, True),
+    (WIDE, True, None, False),
+]
+
+
+def test_which_tensors_a_fused_kernel_takes(subtests):
+    for dtype, grouped, capability, expected in _TAKEN:
+        with subtests.test(dtype=str(dtype), grouped=str(grouped), capability=str(capability), expected=str(expected)):
+            assert is_fused(dtype, grouped, capability) is expected
 
 
 @pytest.mark.parametrize("dtype", [HALF, WIDE])

@@ -26,30 +26,40 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("card", "kernel", "head", "backward", "curve"), PUBLISHED)
-def test_rates_follow_published_curves(card, kernel, head, backward, curve):
-    device = get_hardware(card)
-    for keys, published in curve.items():
-        share = attention_rate(device, kernel, 2, head, keys, backward)
-        assert share * device.bf16_flops / 1e12 == pytest.approx(published, rel=0.2)
+def test_rates_follow_published_curves(subtests):
+    for card, kernel, head, backward, curve in PUBLISHED:
+        with subtests.test(
+            card=str(card), kernel=str(kernel), head=str(head), backward=str(backward), curve=str(curve)
+        ):
+            device = get_hardware(card)
+            for keys, published in curve.items():
+                share = attention_rate(device, kernel, 2, head, keys, backward)
+                assert share * device.bf16_flops / 1e12 == pytest.approx(published, rel=0.2)
 
 
-@pytest.mark.parametrize(
-    ("card", "implementation", "element", "masked", "kernel"),
-    [
-        ("a100_80gb", None, 2, False, FLASH_2),
-        ("a100_80gb", "sdpa", 2, True, EFFICIENT),
-        ("a100_80gb", "sdpa", 4, False, EFFICIENT),
-        ("t4", "sdpa", 2, False, EFFICIENT),
-        ("h100_80gb", "sdpa", 2, True, CUDNN),
-        ("h100_80gb", "flash_attention_2", 2, False, FLASH_2),
-        ("h100_80gb", "kernels-community/flash-attn3", 2, False, FLASH_3),
-        ("rtx_5090", "sdpa", 2, False, FLASH_2),
-        ("mi300x", "sdpa", 4, False, OTHER),
-    ],
-)
-def test_what_each_implementation_runs(card, implementation, element, masked, kernel):
-    assert attention_kernel(get_hardware(card), implementation, element, masked) == kernel
+_RUNS = [
+    ("a100_80gb", None, 2, False, FLASH_2),
+    ("a100_80gb", "sdpa", 2, True, EFFICIENT),
+    ("a100_80gb", "sdpa", 4, False, EFFICIENT),
+    ("t4", "sdpa", 2, False, EFFICIENT),
+    ("h100_80gb", "sdpa", 2, True, CUDNN),
+    ("h100_80gb", "flash_attention_2", 2, False, FLASH_2),
+    ("h100_80gb", "kernels-community/flash-attn3", 2, False, FLASH_3),
+    ("rtx_5090", "sdpa", 2, False, FLASH_2),
+    ("mi300x", "sdpa", 4, False, OTHER),
+]
+
+
+def test_what_each_implementation_runs(subtests):
+    for card, implementation, element, masked, kernel in _RUNS:
+        with subtests.test(
+            card=str(card),
+            implementation=str(implementation),
+            element=str(element),
+            masked=str(masked),
+            kernel=str(kernel),
+        ):
+            assert attention_kernel(get_hardware(card), implementation, element, masked) == kernel
 
 
 def test_every_card_has_a_rate_for_what_it_runs():

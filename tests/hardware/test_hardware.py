@@ -264,26 +264,26 @@ def test_a_described_device(tmp_path):
     assert not get_hardware(str(file)).discrete_memory
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not JSON"),
-        ('{"name": "x"}', "memory is missing"),
-        ('{"memory": 24}', "24 GiB"),
-        ('{"memory": "24 apples"}', "not a quantity"),
-        ('{"memory": "1.2.3 GiB"}', "not a quantity"),
-        ('{"memory": "1e999 GiB"}', "not a quantity"),
-        ('{"memory": "24 GiB", "backend": "rocm", "architecture": "RDNA 3"}', "gfx target"),
-        ('{"memory": "24 GiB", "bandwith": 1}', "Did you mean 'bandwidth'"),
-        ('{"memory": "24 GiB", "fp8": "yes"}', "fp8"),
-        ('{"memory": "24 GiB", "architecture": "ada"}', "compute capability"),
-        ('{"memory": "24 GiB", "backend": "cud"}', "Did you mean 'cuda'"),
-        ("missing.toml", "no such file"),
-    ],
-)
-def test_descriptions_that_cannot_be_used(text, message):
-    with pytest.raises(InputError, match=message):
-        get_hardware(text)
+_UNUSABLE = [
+    ("{", "not JSON"),
+    ('{"name": "x"}', "memory is missing"),
+    ('{"memory": 24}', "24 GiB"),
+    ('{"memory": "24 apples"}', "not a quantity"),
+    ('{"memory": "1.2.3 GiB"}', "not a quantity"),
+    ('{"memory": "1e999 GiB"}', "not a quantity"),
+    ('{"memory": "24 GiB", "backend": "rocm", "architecture": "RDNA 3"}', "gfx target"),
+    ('{"memory": "24 GiB", "bandwith": 1}', "Did you mean 'bandwidth'"),
+    ('{"memory": "24 GiB", "fp8": "yes"}', "fp8"),
+    ('{"memory": "24 GiB", "architecture": "ada"}', "compute capability"),
+    ('{"memory": "24 GiB", "backend": "cud"}', "Did you mean 'cuda'"),
+    ("missing.toml", "no such file"),
+]
+
+
+def test_descriptions_that_cannot_be_used(subtests):
+    for text, message in _UNUSABLE:
+        with subtests.test(text=str(text), message=str(message)), pytest.raises(InputError, match=message):
+            get_hardware(text)
 
 
 def test_an_unknown_card_tells_only_what_it_knows():

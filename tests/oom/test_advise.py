@@ -29,136 +29,147 @@ def log(frames: str, message: str = PLAIN, progress: str = "") -> str:
     return f"{progress}\nTraceback (most recent call last):\n{where}{message}\n"
 
 
-@pytest.mark.parametrize(
-    ("figures", "fragmented", "squeezed"),
-    [
-        ({}, False, False),
-        ({"asked_bytes": 2, "unused_bytes": 2, "capacity_bytes": 20}, True, False),
-        ({"asked_bytes": 3, "unused_bytes": 2, "free_bytes": 1, "capacity_bytes": 20}, True, False),
-        ({"asked_bytes": 4, "unused_bytes": 2, "free_bytes": 1, "capacity_bytes": 20}, False, False),
-        ({"asked_bytes": 2, "unused_bytes": 2, "capacity_bytes": 40}, False, False),  # 5 % is usual
-        ({"asked_bytes": 9, "others_bytes": 6, "unused_bytes": 2, "free_bytes": 1, "capacity_bytes": 80}, False, True),
-        (
-            {"asked_bytes": 9, "others_bytes": 6, "unused_bytes": 2, "capacity_bytes": 80},
-            False,
-            False,
-        ),
-        ({"asked_bytes": 1, "others_bytes": 4, "capacity_bytes": 80}, False, False),
-        ({"asked_bytes": 1, "others_bytes": 1, "capacity_bytes": 10}, False, False),  # a gibibyte is a desktop's
-    ],
-)
-def test_memory_in_pieces_and_memory_of_others(figures, fragmented, squeezed):
+_PIECES = [
+    ({}, False, False),
+    ({"asked_bytes": 2, "unused_bytes": 2, "capacity_bytes": 20}, True, False),
+    ({"asked_bytes": 3, "unused_bytes": 2, "free_bytes": 1, "capacity_bytes": 20}, True, False),
+    ({"asked_bytes": 4, "unused_bytes": 2, "free_bytes": 1, "capacity_bytes": 20}, False, False),
+    ({"asked_bytes": 2, "unused_bytes": 2, "capacity_bytes": 40}, False, False),  # 5 % is usual
+    ({"asked_bytes": 9, "others_bytes": 6, "unused_bytes": 2, "free_bytes": 1, "capacity_bytes": 80}, False, True),
+    (
+        {"asked_bytes": 9, "others_bytes": 6, "unused_bytes": 2, "capacity_bytes": 80},
+        False,
+        False,
+    ),
+    ({"asked_bytes": 1, "others_bytes": 4, "capacity_bytes": 80}, False, False),
+    ({"asked_bytes": 1, "others_bytes": 1, "capacity_bytes": 10}, False, False),  # a gibibyte is a desktop's
+]
+
+
+def test_memory_in_pieces_and_memory_of_others(subtests):
     """Figures in GiB."""
-    failure = Failure(diagnosis=None, figures={name: size * GIB for name, size in figures.items()})
-    assert (failure.fragmented, failure.squeezed) == (fragmented, squeezed)
+    for figures, fragmented, squeezed in _PIECES:
+        with subtests.test(figures=str(figures), fragmented=str(fragmented), squeezed=str(squeezed)):
+            failure = Failure(diagnosis=None, figures={name: size * GIB for name, size in figures.items()})
+            assert (failure.fragmented, failure.squeezed) == (fragmented, squeezed)
 
 
-@pytest.mark.parametrize(
-    ("text", "stage", "step", "why", "first"),
-    [
-        (log("<module> from_pretrained"), "load", None, "the weights alone do not fit", "--method qlora"),
-        (log("train forward"), "forward", None, "do not fit beside weights", "activation_checkpointing=true"),
-        (
-            log("train compute_loss forward", progress="  0%|      | 0/500 [00:00<?, ?it/s]"),
-            "forward",
-            0,
-            "do not fit beside weights",
-            "activation_checkpointing=true",
-        ),
-        (log("train step _init_group"), "optimizer", None, "states in its first step", "optim=adamw_8bit"),
-        (
-            log("train evaluate evaluation_loop prediction_step forward", progress=" 9%|# | 90/999 [1:0"),
-            "eval",
-            90,
-            "evaluation batches",
-            "per_device_eval_batch_size=1",
-        ),
-        (
-            log("train _save_checkpoint _save_optimizer_and_scheduler"),
-            "save",
-            None,
-            "saving gathers",
-            "fsdp_state_dict_type",
-        ),
-        (log("train _load_from_checkpoint"), "resume", None, "beside the new ones", "MemoryTrainer"),
-        (
-            log("train training_step backward", progress=" 12%|█▏   | 120/1000 [10:01<1:20:00,  5.0s/it]"),
-            "backward",
-            120,
-            "it fitted for 120 steps",
-            "probe_worst_batch=true",
-        ),
-        (
-            log("train backward", CUDA.format(others="", own="22.50", allocated="16.00", unused="5800.00")),
-            "backward",
-            None,
-            "memory is fragmented",
-            "PYTORCH_ALLOC_CONF=expandable_segments:True",
-        ),
-        (
-            log(
-                "train forward",
-                CUDA.format(
-                    others="Process 7 has 9.00 GiB memory in use. ", own="12.40", allocated="11.00", unused="100.00"
-                ),
+_SEEDS_CAUSES = [
+    (log("<module> from_pretrained"), "load", None, "the weights alone do not fit", "--method qlora"),
+    (log("train forward"), "forward", None, "do not fit beside weights", "activation_checkpointing=true"),
+    (
+        log("train compute_loss forward", progress="  0%|      | 0/500 [00:00<?, ?it/s]"),
+        "forward",
+        0,
+        "do not fit beside weights",
+        "activation_checkpointing=true",
+    ),
+    (log("train step _init_group"), "optimizer", None, "states in its first step", "optim=adamw_8bit"),
+    (
+        log("train evaluate evaluation_loop prediction_step forward", progress=" 9%|# | 90/999 [1:0"),
+        "eval",
+        90,
+        "evaluation batches",
+        "per_device_eval_batch_size=1",
+    ),
+    (
+        log("train _save_checkpoint _save_optimizer_and_scheduler"),
+        "save",
+        None,
+        "saving gathers",
+        "fsdp_state_dict_type",
+    ),
+    (log("train _load_from_checkpoint"), "resume", None, "beside the new ones", "MemoryTrainer"),
+    (
+        log("train training_step backward", progress=" 12%|█▏   | 120/1000 [10:01<1:20:00,  5.0s/it]"),
+        "backward",
+        120,
+        "it fitted for 120 steps",
+        "probe_worst_batch=true",
+    ),
+    (
+        log("train backward", CUDA.format(others="", own="22.50", allocated="16.00", unused="5800.00")),
+        "backward",
+        None,
+        "memory is fragmented",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True",
+    ),
+    (
+        log(
+            "train forward",
+            CUDA.format(
+                others="Process 7 has 9.00 GiB memory in use. ", own="12.40", allocated="11.00", unused="100.00"
             ),
-            "forward",
-            None,
-            "other processes hold 9.00 GiB",
-            "end them",
         ),
-        (
-            log("train backward", progress="memory grows: leak: something keeps tensors\n 50%|## | 500/1000 [10:0"),
-            "backward",
-            500,
-            "memory grew: leak",
-            "probe_worst_batch",
-        ),
-    ],
-)
-def test_the_seeds_table_of_causes(text, stage, step, why, first):
-    found = advise_on_text(text)
-    assert (found.what, found.stage, found.step) == ("device", stage, step)
-    assert why in found.why and found.changes[0]["change"].startswith(first)
-    assert 1 <= len(found.changes) <= 3 and found.figures["asked_bytes"] == int(1.96 * 2**30)
+        "forward",
+        None,
+        "other processes hold 9.00 GiB",
+        "end them",
+    ),
+    (
+        log("train backward", progress="memory grows: leak: something keeps tensors\n 50%|## | 500/1000 [10:0"),
+        "backward",
+        500,
+        "memory grew: leak",
+        "probe_worst_batch",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("stage", "step", "longest", "grown", "message", "why", "first"),
-    [
-        ("load", None, None, None, "", "the weights alone do not fit", "--method qlora"),
-        ("forward", 0, None, None, "", "from the first step on", "activation_checkpointing=true"),
-        ("optimizer", 0, None, None, "", "makes its states in its first step", "optim=adamw_8bit"),
-        ("backward", 40, None, None, "", "it fitted for 40 steps, so a longer batch", "probe_worst_batch"),
-        ("backward", 40, True, None, "", "this batch is larger than all before", "probe_worst_batch"),
-        ("forward", 40, False, None, "", "larger batches among them", "probe_worst_batch"),
-        ("forward", 40, False, "leak", "", "memory grew: leak", "probe_worst_batch"),
-        ("eval", 40, None, None, "", "evaluation batches are larger", "per_device_eval_batch_size=1"),
-        (
-            "forward",
-            40,
-            True,
-            None,
-            CUDA.format(others="", own="22.50", allocated="16.00", unused="5800.00"),
-            "memory is fragmented",
-            "PYTORCH_ALLOC_CONF",
-        ),
-    ],
-)
-def test_causes_as_the_trainer_knows_them(stage, step, longest, grown, message, why, first):
+def test_the_seeds_table_of_causes(subtests):
+    for text, stage, step, why, first in _SEEDS_CAUSES:
+        with subtests.test(text=str(text), stage=str(stage), step=str(step), why=str(why), first=str(first)):
+            found = advise_on_text(text)
+            assert (found.what, found.stage, found.step) == ("device", stage, step)
+            assert why in found.why and found.changes[0]["change"].startswith(first)
+            assert 1 <= len(found.changes) <= 3 and found.figures["asked_bytes"] == int(1.96 * 2**30)
+
+
+_CAUSES = [
+    ("load", None, None, None, "", "the weights alone do not fit", "--method qlora"),
+    ("forward", 0, None, None, "", "from the first step on", "activation_checkpointing=true"),
+    ("optimizer", 0, None, None, "", "makes its states in its first step", "optim=adamw_8bit"),
+    ("backward", 40, None, None, "", "it fitted for 40 steps, so a longer batch", "probe_worst_batch"),
+    ("backward", 40, True, None, "", "this batch is larger than all before", "probe_worst_batch"),
+    ("forward", 40, False, None, "", "larger batches among them", "probe_worst_batch"),
+    ("forward", 40, False, "leak", "", "memory grew: leak", "probe_worst_batch"),
+    ("eval", 40, None, None, "", "evaluation batches are larger", "per_device_eval_batch_size=1"),
+    (
+        "forward",
+        40,
+        True,
+        None,
+        CUDA.format(others="", own="22.50", allocated="16.00", unused="5800.00"),
+        "memory is fragmented",
+        "PYTORCH_ALLOC_CONF",
+    ),
+]
+
+
+def test_causes_as_the_trainer_knows_them(subtests):
     """The founding guides' table: step 0, after N steps, evaluation, long sequences, now and then."""
-    found = Diagnosis(OomKind.DEVICE, True, "device memory ran out", message)
-    cause, changes = explain(
-        Failure(
-            diagnosis=found,
-            stage=stage,
-            step=step,
-            figures=parse_figures(message),
-            grown=grown,
-            longest=longest,
-        )
-    )
-    assert why in cause and changes[0].startswith(first)
+    for stage, step, longest, grown, message, why, first in _CAUSES:
+        with subtests.test(
+            stage=str(stage),
+            step=str(step),
+            longest=str(longest),
+            grown=str(grown),
+            message=str(message),
+            why=str(why),
+            first=str(first),
+        ):
+            found = Diagnosis(OomKind.DEVICE, True, "device memory ran out", message)
+            cause, changes = explain(
+                Failure(
+                    diagnosis=found,
+                    stage=stage,
+                    step=step,
+                    figures=parse_figures(message),
+                    grown=grown,
+                    longest=longest,
+                )
+            )
+            assert why in cause and changes[0].startswith(first)
 
 
 def test_every_known_message_is_known_in_a_log(subtests):

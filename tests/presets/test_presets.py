@@ -77,24 +77,27 @@ def test_model_and_adapter_settings(subtests):
                 assert preset.hardware.backend in ("cpu", "mps") or sharded.model_kwargs()["device_map"] == {"": "cpu"}
 
 
-@pytest.mark.parametrize(
-    ("name", "micro", "accumulation", "devices", "tokens"),
-    [
-        ("rtx_3060", 8, 4, 1, 1024),
-        ("rx_6750_xt", 2, 16, 1, 512),
-        ("apple_m2_8gb", 2, 16, 1, 512),
-        ("apple_m2_16gb", 4, 8, 1, 512),
-        ("rtx_3090_ti", 12, 4, 1, 256),
-        ("l40s_x4", 2, 32, 4, 1024),
-        ("a100_40gb", 8, 4, 1, 512),
-        ("a100_80gb", 4, 8, 1, 2048),
-        ("h100_80gb", 6, 8, 1, 4096),
-    ],
-)
-def test_the_batches_that_were_asked_for(name, micro, accumulation, devices, tokens):
-    preset = get_preset(name)
-    assert (preset.micro_batch_size, preset.gradient_accumulation_steps) == (micro, accumulation)
-    assert (preset.processes, preset.seq_len) == (devices, tokens)
+_BATCHES = [
+    ("rtx_3060", 8, 4, 1, 1024),
+    ("rx_6750_xt", 2, 16, 1, 512),
+    ("apple_m2_8gb", 2, 16, 1, 512),
+    ("apple_m2_16gb", 4, 8, 1, 512),
+    ("rtx_3090_ti", 12, 4, 1, 256),
+    ("l40s_x4", 2, 32, 4, 1024),
+    ("a100_40gb", 8, 4, 1, 512),
+    ("a100_80gb", 4, 8, 1, 2048),
+    ("h100_80gb", 6, 8, 1, 4096),
+]
+
+
+def test_the_batches_that_were_asked_for(subtests):
+    for name, micro, accumulation, devices, tokens in _BATCHES:
+        with subtests.test(
+            name=str(name), micro=str(micro), accumulation=str(accumulation), devices=str(devices), tokens=str(tokens)
+        ):
+            preset = get_preset(name)
+            assert (preset.micro_batch_size, preset.gradient_accumulation_steps) == (micro, accumulation)
+            assert (preset.processes, preset.seq_len) == (devices, tokens)
 
 
 def test_the_reference_model_is_predicted_to_fit(subtests):

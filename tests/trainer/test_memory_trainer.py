@@ -228,23 +228,23 @@ def test_auto_find_batch_size_is_refused(tmp_path):
         train(tmp_path, auto_find_batch_size=True)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"memory_profile": "agressive"}, "Did you mean 'aggressive'"),
-        ({"warning_threshold": 0.99}, "thresholds must rise"),
-        ({"adjustment_frequency": 0}, "adjustment_frequency=0 must be above 0"),
-        ({"min_batch_size": 4, "max_batch_size": 2}, "max_batch_size=2 is below min_batch_size=4"),
-        ({"emergency_threshold": 1.01}, "thresholds must rise"),
-        ({"target_memory_utilization": 0.0}, "rise and lie between 0 and 1: target_memory_utilization=0.0, warning_"),
-        ({"checkpoint_ratio": 1.01}, r"checkpoint_ratio=1.01 must lie between 0 \(no layer\) and 1 \(all\)"),
-        ({"checkpoint_ratio": -0.01}, "checkpoint_ratio=-0.01 must lie"),
-        ({"snapshot_steps": "0-1"}, "snapshot_steps='0-1'"),
-    ],
-)
-def test_bad_memory_arguments(fields, message):
-    with pytest.raises(InputError, match=message):
-        MemoryArguments(**fields)
+_BAD = [
+    ({"memory_profile": "agressive"}, "Did you mean 'aggressive'"),
+    ({"warning_threshold": 0.99}, "thresholds must rise"),
+    ({"adjustment_frequency": 0}, "adjustment_frequency=0 must be above 0"),
+    ({"min_batch_size": 4, "max_batch_size": 2}, "max_batch_size=2 is below min_batch_size=4"),
+    ({"emergency_threshold": 1.01}, "thresholds must rise"),
+    ({"target_memory_utilization": 0.0}, "rise and lie between 0 and 1: target_memory_utilization=0.0, warning_"),
+    ({"checkpoint_ratio": 1.01}, r"checkpoint_ratio=1.01 must lie between 0 \(no layer\) and 1 \(all\)"),
+    ({"checkpoint_ratio": -0.01}, "checkpoint_ratio=-0.01 must lie"),
+    ({"snapshot_steps": "0-1"}, "snapshot_steps='0-1'"),
+]
+
+
+def test_bad_memory_arguments(subtests):
+    for fields, message in _BAD:
+        with subtests.test(fields=str(fields), message=str(message)), pytest.raises(InputError, match=message):
+            MemoryArguments(**fields)
 
 
 def test_memory_arguments_at_their_bounds():
