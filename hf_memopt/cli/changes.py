@@ -11,6 +11,7 @@ from hf_memopt.estimator.spec_job import spec_job
 from hf_memopt.estimator.suggestions import IN_EVALUATION, Saving, largest_savings, smallest_combination
 from hf_memopt.estimator.tracing.parallel import on_all_cores
 from hf_memopt.estimator.trainer_job import TrainerJob
+from hf_memopt.foreign.edits import in_words
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.choice_jobs import choice_job
@@ -69,8 +70,12 @@ def _words(proposal: Proposal, asked: JobSpec, settled: JobSpec, settle) -> str:
     if choice is None:
         return " and ".join(changes)
     strategy = choice.strategy if choice.strategy != settled.preset.strategy else asked.strategy
-    if strategy != asked.strategy and not any("strategy" in change for change in changes):
+    theirs = in_words(spec.tool.keys(choice.settings)) if spec.tool and spec.tool.keys else None
+    named = any("strategy" in change for change in changes) or (theirs is not None and not spec.tool.launched)
+    if strategy != asked.strategy and not named:
         changes.append(f"--strategy {strategy}")
+    if theirs is not None:
+        return " and ".join([*changes, theirs] if theirs else changes)
     changes += [f"--sequence-parallel {choice.shared}"] * (choice.shared > 1)
     moved = {
         "method": spec.method,

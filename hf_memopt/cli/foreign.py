@@ -1,6 +1,5 @@
 """MODEL as another tool's configuration: the job of a file or command, and what of it was not taken as it is."""
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -49,7 +48,11 @@ def read_job(
         translation.check()
         devices = asked.world_size or (count if count > 1 else None)
         spec = _over(translation.spec(_length(options), devices), asked, options)
-        tool = replace(spec.tool, reads=lambda ours: _over(planned(source, ours), asked, options))
+        tool = replace(
+            spec.tool,
+            reads=lambda ours: _over(planned(source, ours), asked, options),
+            keys=lambda ours: changes(source, chosen_keys(source.table, ours)),
+        )
     spec = replace(spec, tool=tool)
     if chosen:
         spec = replace(spec, method=chosen, lora=spec.lora if chosen != "full" else {})
@@ -95,17 +98,6 @@ def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str, str | None
     if source.table.launched and profile.preset.processes > 1:  # the file says who checkpoints, not FSDP's
         launcher = " ".join(launcher_command(replace(profile, choice=replace(profile.choice, checkpointed=0.0))))
     return keys, diff(source, edit(source, keys)), launcher
-
-
-def in_words(source: Source, keys: Mapping[str, Any]) -> str:
-    """Changed keys of a file or command for which there is no diff."""
-    if not keys:
-        return f"{source.label} has these settings already"
-    pairs = [f"{key}: {json.dumps(value)}" for key, value in keys.items() if value is not None]
-    removed = [key for key, value in keys.items() if value is None]
-    parts = [f"set these: {', '.join(pairs)}"] if pairs else []
-    parts += [f"take out {', '.join(removed)}"] if removed else []
-    return f"{source.label}: {'; '.join(parts)}"
 
 
 def _length(options: Mapping[str, Any]) -> int | None:

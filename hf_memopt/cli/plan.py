@@ -9,13 +9,14 @@ from typing import Any
 from hf_memopt.cli.answer_printed import command_lines, paragraph
 from hf_memopt.cli.cards import CardOptions, run_cards
 from hf_memopt.cli.estimate import import_libraries, settle_job
-from hf_memopt.cli.foreign import in_words, plan_edits
+from hf_memopt.cli.foreign import plan_edits
 from hf_memopt.cli.output import print_json, print_table, progress, working
 from hf_memopt.cli.plan_printed import print_plan
 from hf_memopt.cli.speed_printed import AmountOptions, to_dict
 from hf_memopt.errors import InputError, accepted
 from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.files import folder_for, from_here
+from hf_memopt.foreign.edits import in_words
 from hf_memopt.foreign.source import Source
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
@@ -75,7 +76,8 @@ def run_plan(
         return 0 if plan.profiles else 1
     after = paragraph(_wrote(written)) if written else []
     if source and plan.profiles:
-        after += diff.splitlines() or paragraph(in_words(source, keys))
+        words = in_words(keys) or "has these settings already"
+        after += diff.splitlines() or paragraph(f"{source.label}: {words}")
         after += command_lines(f"{launcher} …", "start") if launcher else []
     words = ["hf-memopt", *sys.argv[1:]]
     if spec.quick and "--quick" in words:

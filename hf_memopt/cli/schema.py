@@ -132,7 +132,7 @@ def _profiles() -> dict[str, Any]:
         notes=_list(_TEXT),
         exported=_list(_TEXT),
         durations={"type": "object", "additionalProperties": _duration()},
-        edits=_or_none(_object(keys=_ANY, diff=_TEXT)),
+        edits=_or_none(_object(keys=_ANY, diff=_TEXT, launcher=_or_none(_TEXT))),
         data=_or_none(
             _object(
                 rows=_INTEGER,

@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -37,6 +38,14 @@ def changes(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Those keys that the file does not have so yet, be it by their tool's default; None takes a key out."""
     present = dict(source.table.defaults) | source.launch | _dotted(source.settings)
     return {key: value for key, value in keys.items() if not _same(present.get(key), value)}
+
+
+def in_words(keys: Mapping[str, Any]) -> str:
+    """Changed keys as a sentence's end; None is a key that is taken out."""
+    pairs = [f"{key}: {json.dumps(value)}" for key, value in keys.items() if value is not None]
+    removed = [key for key, value in keys.items() if value is None]
+    parts = [f"set these: {', '.join(pairs)}"] if pairs else []
+    return "; ".join([*parts, f"take out {', '.join(removed)}"] if removed else parts)
 
 
 def _same(present: Any, value: Any) -> bool:

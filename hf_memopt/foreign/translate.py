@@ -133,6 +133,7 @@ class Translation:
             expandable=own.pop("expandable", self.table.expandable),
             features=self.table.features(),
             autocast_adapter_dtype=own.pop("autocast_adapter_dtype", True),
+            launched=self.table.launched,
         )
         return JobSpec(
             **own,

@@ -27,14 +27,18 @@ class Tool:
         expandable: it sets the allocator's expandable segments itself.
         features: settings of a plan that it has keys for.
         autocast_adapter_dtype: adapters are trained in fp32, as peft does by default.
+        launched: its launcher says how several devices train, and no key of it does.
         reads: what its configuration would describe with the settings of a plan (planner's Choice.settings) in it.
+        keys: those of its configuration that a plan changes, with their values; None takes one out.
     """
 
     name: str
     expandable: bool = False
     features: frozenset[str] = frozenset()
     autocast_adapter_dtype: bool = True
+    launched: bool = False
     reads: Callable[[Mapping[str, Any]], "JobSpec"] | None = None
+    keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     def settings(self, preset: Preset, spec: "JobSpec") -> Preset:
         """A preset's devices with none of its settings, in the precision of a job."""

@@ -1,6 +1,5 @@
 """Answers as HTML: a verdict, what fills the memory, the timeline and the plan's profiles."""
 
-import json
 import re
 from html import escape
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from hf_memopt.charts import PARTS
 from hf_memopt.estimator.timing.duration import predicted_within, time_text, two_digits
+from hf_memopt.foreign.edits import in_words
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.units import size
 
@@ -131,13 +131,14 @@ def _launch(profile: dict[str, Any]) -> str:
 
 
 def _edits(edits: dict[str, Any]) -> str:
-    """The plan in the words of another tool's file: as a diff, or as keys where one cannot say it."""
-    changes = edits["diff"] or "\n".join(
-        f"{key}: {'(take it out)' if value is None else json.dumps(value)}" for key, value in edits["keys"].items()
-    )
-    if not changes:
-        return "<p>The YAML has these settings already.</p>"
-    return f"<h3>What to change in the YAML</h3><pre><code>{escape(changes)}</code></pre>"
+    """The plan in the words of another tool's file: a diff, or keys where one cannot say it, and its launcher."""
+    changes = edits["diff"] or in_words(edits["keys"])
+    start = _code("To start it", f"{edits['launcher']} …") if edits["launcher"] else ""
+    return (_code("What to change in the YAML", changes) or "<p>The YAML has these settings already.</p>") + start
+
+
+def _code(title: str, text: str) -> str:
+    return f"<h3>{title}</h3><pre><code>{escape(text)}</code></pre>" if text else ""
 
 
 def _table(caption: str, columns: tuple[str, ...], rows: list[list[str]]) -> str:

@@ -10,7 +10,7 @@ _FOLDER = Path(__file__).parents[1] / "foreign_configs"
 # Command -> the exit code, the phase of the peak, its GiB from and to, and the first change with which it fits.
 ESTIMATES = {
     # Dequantized, the weights are 240 GB on each rank without sharding.
-    "llama_factory/lora_gpt_oss_120b.yaml h100_x8": (1, "load", 225, 245, "--strategy zero3_offload_cpu"),
+    "llama_factory/lora_gpt_oss_120b.yaml h100_x8": (1, "load", 225, 245, "ds_z3_offload_config.json"),
     "ms_swift/shared_by_4.sh h20_x8": (0, "optimizer", 20, 60, None),
     "trl/open_r1_sft_32b.yaml h100_x8 fsdp2": (1, "backward", 80, 110, "--strategy fsdp2_offload_cpu"),
     "trl/sft_32b_by_default.yaml h100_x8 fsdp2": (1, "backward", 80, 110, "--strategy fsdp2_offload_cpu"),
@@ -19,7 +19,7 @@ ESTIMATES = {
         "backward",
         100,
         130,
-        "--set vllm_gpu_memory_utilization=0.25",
+        "vllm_gpu_memory_utilization: 0.25",
     ),
     "llama_factory/evaluated_zero3.yaml l20_x4": (1, "eval", 140, 175, "per_device_eval_batch_size=1"),
 }

@@ -175,7 +175,11 @@ def test_estimate_plan_and_the_edited_file_agree(command, tmp_path):
     _, output, _ = command("estimate", str(file), "--hardware", "cpu", "--json")
     assert json.loads(output)["device_bytes"] == profile["estimate"]["device_bytes"]
     _, output, _ = command("plan", str(file), "--hardware", "cpu", "--json")
-    assert json.loads(output)["edits"] == {"keys": {}, "diff": ""}  # what a plan answers is what it would choose
+    assert json.loads(output)["edits"] == {
+        "keys": {},
+        "diff": "",
+        "launcher": None,
+    }  # what a plan answers is what it would choose
 
 
 def test_options_go_over_the_file(command, tmp_path):

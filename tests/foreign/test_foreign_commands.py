@@ -7,7 +7,7 @@ import pytest
 from hf_memopt.cli.foreign import examine_foreign, read_job
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError
-from hf_memopt.foreign.edits import changes, chosen_keys, edit
+from hf_memopt.foreign.edits import changes, chosen_keys, edit, in_words
 from hf_memopt.foreign.shell import _value
 from hf_memopt.foreign.source import is_source, read_command, read_settings, read_source
 
@@ -333,12 +333,9 @@ def test_an_edited_file_says_what_was_meant(text, ours, expected, tmp_path):
     assert keys and edit(source, keys) == (text.replace(*expected) if expected else None)
 
 
-def test_a_plan_without_a_diff_lists_its_changes():
-    from hf_memopt.cli.foreign import in_words
-
-    source = read_command(None, _TUNE)
-    assert in_words(source, {"a": True, "b": None}) == f"{source.label}: set these: a: true; take out b"
-    assert in_words(source, {}).endswith("has these settings already")
+def test_changes_in_words():
+    assert in_words({"a": True, "b": None, "c": "d"}) == 'set these: a: true, c: "d"; take out b'
+    assert in_words({"b": None}) == "take out b" and in_words({}) == ""
 
 
 _DEEPSPEED = """distributed_type: DEEPSPEED

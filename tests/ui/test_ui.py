@@ -147,8 +147,11 @@ def test_a_plan_is_started_by_its_command_or_the_tools_own_keys():
     )
     for edits, words in (
         ({"keys": {"a": 1}, "diff": "-a: 2\n+a: 1\n"}, "-a: 2\n+a: 1\n"),
-        ({"keys": {"a": True, "b": None}, "diff": ""}, "a: true\nb: (take it out)"),
+        ({"keys": {"a": True, "b": None}, "diff": ""}, "set these: a: true; take out b"),
         ({"keys": {}, "diff": ""}, "has these settings already"),
     ):
-        shown = show_plan(_plan(edits=edits))
+        shown = show_plan(_plan(edits={**edits, "launcher": None}))
         assert words in shown and "accelerate launch" not in shown
+        assert "<code>accelerate launch a …</code>" in show_plan(
+            _plan(edits={**edits, "launcher": "accelerate launch a"})
+        )
