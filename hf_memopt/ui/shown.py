@@ -132,9 +132,9 @@ def _launch(profile: dict[str, Any]) -> str:
 
 def _edits(edits: dict[str, Any]) -> str:
     """The plan in the words of another tool's file: a diff, or keys where one cannot say it, and its launcher."""
-    changes = edits["diff"] or in_words(edits["keys"])
-    start = _code("To start it", f"{edits['launcher']} …") if edits["launcher"] else ""
-    return (_code("What to change in the YAML", changes) or "<p>The YAML has these settings already.</p>") + start
+    text = edits["diff"] or in_words(edits["keys"])
+    changes = _code("What to change in the YAML", text) or "<p>The YAML has these settings already.</p>"
+    return changes + (_code("To start it", f"{edits['launcher']} …") if edits["launcher"] else "")
 
 
 def _code(title: str, text: str) -> str:
