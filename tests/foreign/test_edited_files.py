@@ -1,6 +1,7 @@
 """A plan answers in another tool's keys: the file with them in it is the job whose numbers the plan shows."""
 
 import json
+import random
 import shlex
 from pathlib import Path
 
@@ -101,6 +102,95 @@ def test_a_file_of_a_tool_has_the_engine_of_its_strategy(subtests):
                 assert zero["stage"] == engine.zero_stage
                 assert bool(offloads) == bool(engine.offloads)
                 assert ("offload_param" in offloads) == (strategy == "zero3_offload_cpu")
+
+
+# Settings as files of a tool have them, each left out in a third of the files.
+_BATCH = {"gradient_accumulation_steps": [1, 2, 4], "gradient_checkpointing": [True, False]}
+_TRAINER = _BATCH | {"per_device_train_batch_size": [1, 2, 4], "bf16": [True, False]}
+RANDOM = {
+    "axolotl": (
+        _AXOLOTL,
+        _BATCH
+        | {
+            "micro_batch_size": [1, 2, 4],
+            "adapter": ["lora"],
+            "lora_r": [8],
+            "lora_target_linear": [True],
+            "bf16": [True, False, "auto"],
+            "optimizer": ["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit"],
+            "deepspeed": [
+                "deepspeed_configs/zero1.json",
+                "deepspeed_configs/zero2.json",
+                "deepspeed_configs/zero3_bf16.json",
+            ],
+            "plugins": [["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]],
+            "sample_packing": [True, False],
+            "dataloader_num_workers": [2],
+        },
+    ),
+    "LLaMA-Factory": (
+        {"model_name_or_path": str(builtin_model()), "template": "default", "do_train": True, "cutoff_len": 128},
+        _TRAINER
+        | {
+            "finetuning_type": ["full", "lora"],
+            "pure_bf16": [True],
+            "optim": ["adamw_torch", "adamw_8bit"],
+            "deepspeed": [f"examples/deepspeed/ds_z{stage}_config.json" for stage in (0, 2, 3)],
+            "disable_gradient_checkpointing": [True, False],
+            "use_unsloth_gc": [True],
+            "enable_liger_kernel": [True],
+            "do_eval": [True],
+            "per_device_eval_batch_size": [16],
+        },
+    ),
+    "ms-swift": (
+        {"model": str(builtin_model()), "dataset": "rows", "max_length": 128, "tuner_type": "full"},
+        _TRAINER
+        | {
+            "torch_dtype": ["float32", "bfloat16"],
+            "optim": ["adamw_torch", "adafactor"],
+            "deepspeed": ["zero0", "zero2", "zero3", "zero2_offload"],
+            "packing": [True],
+            "attn_impl": ["sdpa", "eager"],
+        },
+    ),
+    "TRL": (
+        _TRL,
+        _TRAINER
+        | {
+            "max_length": [64, 128],
+            "bf16": [True],  # another is the launcher's to say
+            "use_peft": [True],
+            "torch_dtype": ["float32", "bfloat16"],
+            "optim": ["adamw_torch", "adamw_8bit"],
+            "packing": [True],
+            "accelerate_config": ["zero2", "zero3"],
+            "do_eval": [True],
+            "activation_offloading": [False],
+            "loss_type": ["nll"],
+        },
+    ),
+}
+
+
+def random_file(tool: str, seed: int) -> tuple[dict, str]:
+    """A file of a tool, and the hardware that it is planned for."""
+    rng = random.Random(f"{tool} {seed}")
+    content, settings = RANDOM[tool]
+    drawn = {name: rng.choice(values) for name, values in settings.items() if rng.random() < 2 / 3}
+    if "adapter" not in drawn:
+        drawn = {name: value for name, value in drawn.items() if not name.startswith("lora")}
+    return content | drawn, "h100_x8" if "accelerate_config" in drawn else rng.choice(["rtx_4090", "rtx_4090_x2"])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("tool", RANDOM)
+def test_any_edited_file_is_the_job_that_was_planned(tool, seed, command, tmp_path):
+    content, hardware = random_file(tool, seed)
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    _same_answer(command, file, hardware)
 
 
 _LLAMA = "model_name_or_path: m\ntemplate: t\ndo_train: true\n"
