@@ -76,8 +76,7 @@ def run_plan(
         return 0 if plan.profiles else 1
     after = paragraph(_wrote(written)) if written else []
     if source and plan.profiles:
-        words = in_words(keys) or "has these settings already"
-        after += diff.splitlines() or paragraph(f"{source.label}: {words}")
+        after += diff.splitlines() or paragraph(f"{source.label}: {in_words(keys) or 'has these settings already'}")
         after += command_lines(f"{launcher} …", "start") if launcher else []
     words = ["hf-memopt", *sys.argv[1:]]
     if spec.quick and "--quick" in words:

@@ -20,8 +20,9 @@ def choice_job(spec: JobSpec, choice: Choice) -> Job:
     preset = choice.configured(spec.preset)
     fields, memory_args = choice.fields(preset, spec.training), memory_arguments(spec.memory_args, choice)
     if spec.tool and spec.tool.reads:  # whose words may say more than the choice: an engine's file, a size of chunks
-        read = spec.tool.reads(choice.settings)
-        fields = {**replace(choice, checkpointed=0.0).fields(preset), **read.training}  # the Trainer's, not FSDP's
+        read, own = spec.tool.reads(choice.settings), spec.tool.reads({}).training
+        changed = {name: value for name, value in spec.training.items() if own.get(name) != value}  # by a search
+        fields = replace(choice, checkpointed=0.0).fields(preset) | read.training | changed  # not FSDP's checkpointing
         memory_args = replace(memory_args, **{name: getattr(read.memory_args, name) for name in read.named})
         preset = replace(preset, name="", training=spec.preset.training, dtype=read.dtype or "auto")
         if fields.get("deepspeed"):

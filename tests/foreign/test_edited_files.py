@@ -3,16 +3,21 @@
 import json
 import random
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from hf_memopt.cli.foreign import read_job
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.engines import engine_named
 from hf_memopt.foreign.edits import changes, chosen_keys, edit, planned
 from hf_memopt.foreign.key_table import list_tables
 from hf_memopt.foreign.source import read_settings, read_source
+from hf_memopt.planner.choice_jobs import choice_job
+from hf_memopt.planner.choices import list_choices
+from hf_memopt.planner.settle import left_open, settle
 
 FOLDER = Path(__file__).parents[1] / "foreign_configs"
 _TRL = {"model_name_or_path": str(builtin_model()), "dataset_name": "rows", "torch_dtype": "float32"}
@@ -232,6 +237,16 @@ def test_settings_of_a_plan_in_a_file(text, ours, edited, fields):
     training = planned(source, ours).training
     for name, value in fields.items():
         assert training.get(name) == value or (value is True and training.get(name))
+
+
+def test_what_a_search_changes_stays(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(_TRL | {"max_length": 64, "bf16": True}))
+    spec = settle(left_open(read_job(str(file), "full", None, hardware="rtx_4090")[0]), "full")
+    changed = replace(spec, training=spec.training | {"max_grad_norm": 0})
+    for one, norm in ((spec, None), (changed, 0)):
+        fields = choice_job(one, list_choices(one)[0]).fields
+        assert fields.get("max_grad_norm") == norm and fields["bf16"] is True
 
 
 @pytest.mark.slow
