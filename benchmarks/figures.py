@@ -209,7 +209,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "plans.fills": lambda: f"{PLAN_PROFILES['maximum'][1]:.0%}".replace("%", " %"),
     "plans.seconds": lambda: f"{min(_plan_seconds()):.0f} to {max(_plan_seconds()):.0f} seconds",
     "video.of_plain": lambda: f"{_percent(min(_video_shares()), 0)} to {_percent(max(_video_shares()), 0)}",
-    "video.losses": lambda: f"{_video_loss_error():.0e}".replace("e-0", "e-"),
+    "video.losses": lambda: f"{_video_loss_error():.0e}".replace("e-0", "e-").replace("0e+00", "0"),
     "video.error": lambda: _percent(-(-_video_error() * 1000 // 1) / 1000),
     "video.demo_first_loss": lambda: f"{_losses(_video_demo())[0]:.2f}",
     "video.demo_last_loss": lambda: f"{_losses(_video_demo())[-1]:.4f}",

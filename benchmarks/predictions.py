@@ -191,35 +191,45 @@ def deepspeeds_formula(strategy: str) -> int | None:
 
 
 def offloading():
+    for job in JOBS["offloading"]["jobs"]:
+        yield from of_offloading(*job)
+
+
+def of_offloading(model: str, hardware: str, tokens: int, windows: list[int], strategy: str):
     """By the planner's cost model, on paper: nothing but the place of weights and states differs."""
     from hf_memopt.job.spec import JobSpec
     from hf_memopt.planner.choice_jobs import start_search
     from hf_memopt.planner.cost import Cost
     from hf_memopt.planner.settle import settle
 
+    def of_choice(choice, changes: dict):
+        return replace(choice, **{name: frozenset(at) if name == "knobs" else at for name, at in changes.items()})
+
     data = JOBS["offloading"]
-    for model, hardware, tokens, windows, strategy in data["jobs"]:
-        spec = settle(JobSpec(model=model, hardware=hardware, seq_len=tokens), "full")
-        preset = spec.preset
-        spec = replace(spec, memory=2**62, host_memory=None, effective_batch_size=max(windows) * preset.processes)
-        search = start_search(spec, lambda text: print("   ", text, flush=True))
-        alike = next(one for one in search.choices if one.strategy == strategy)
-        for accumulation in windows:
-            plain = replace(alike, **data["plain"], accumulation=accumulation)
-            seconds = Cost(search.sketch).step(plain)
-            factors = {
-                name: Cost(search.sketch, place["drives"]).step(replace(plain, **place["choice"])) / seconds
-                for name, place in data["several" if preset.processes > 1 else "one_device"].items()
-            }
-            row = {"model": model, "hardware": hardware, "devices": preset.processes, "strategy": strategy}
-            yield row | {"tokens_of_a_device": tokens * accumulation, "times_as_long": factors}
+    spec = settle(JobSpec(model=model, hardware=hardware, seq_len=tokens), "full")
+    preset = spec.preset
+    spec = replace(spec, memory=2**62, host_memory=None, effective_batch_size=max(windows) * preset.processes)
+    search = start_search(spec, lambda text: print("   ", text, flush=True))
+    alike = next(one for one in search.choices if one.strategy == strategy)
+    for accumulation in windows:
+        plain = of_choice(alike, data["plain"] | {"accumulation": accumulation})
+        seconds = Cost(search.sketch).step(plain)
+        factors = {
+            name: Cost(search.sketch, place["drives"]).step(of_choice(plain, place["choice"])) / seconds
+            for name, place in data["several" if preset.processes > 1 else "one_device"].items()
+        }
+        row = {"model": model, "hardware": hardware, "devices": preset.processes, "strategy": strategy}
+        yield row | {"tokens_of_a_device": tokens * accumulation, "times_as_long": factors}
 
 
 def again(row: dict) -> dict:
-    """What is predicted now for a row of cards, clusters, trl, or of a guide."""
+    """What is predicted now for a row of cards, clusters, trl, offloading, or of a guide."""
     configure_allocator()
     if "kind" in row:
         now = smallest(row["kind"], row["model"], row["method"])
+    elif "times_as_long" in row:
+        job = next(job for job in JOBS["offloading"]["jobs"] if job[:2] == [row["model"], row["hardware"]])
+        now = next(one for one in of_offloading(*job) if one["tokens_of_a_device"] == row["tokens_of_a_device"])
     elif "preset" in row:
         now = of_cluster(row["preset"], row["method"], row["strategy"])
     elif "task" in row:

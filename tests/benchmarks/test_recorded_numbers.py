@@ -112,6 +112,12 @@ def test_a_trainer_of_trl(row):
 
 
 @pytest.mark.slow
+@recorded("offloading")
+def test_how_much_longer_a_step_takes_with_offloading(row):
+    check("offloading", row, "predictions")
+
+
+@pytest.mark.slow
 @recorded("plans", lambda row: "guide_gb" in row)
 def test_a_guides_job(row):
     check("plans", row, "predictions")
