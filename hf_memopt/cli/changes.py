@@ -70,12 +70,12 @@ def _words(proposal: Proposal, asked: JobSpec, settled: JobSpec, settle) -> str:
     if choice is None:
         return " and ".join(changes)
     strategy = choice.strategy if choice.strategy != settled.preset.strategy else asked.strategy
-    theirs = in_words(spec.tool.keys(choice.settings)) if spec.tool and spec.tool.keys else None
-    named = any("strategy" in change for change in changes) or (theirs is not None and not spec.tool.launched)
+    own_keys = spec.tool and spec.tool.keys
+    named = any("strategy" in change for change in changes) or (own_keys and not spec.tool.launched)
     if strategy != asked.strategy and not named:
         changes.append(f"--strategy {strategy}")
-    if theirs is not None:
-        return " and ".join([*changes, theirs] if theirs else changes)
+    if own_keys:
+        return " and ".join(filter(None, [*changes, in_words(own_keys(choice.settings))]))
     changes += [f"--sequence-parallel {choice.shared}"] * (choice.shared > 1)
     moved = {
         "method": spec.method,

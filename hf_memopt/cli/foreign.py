@@ -10,7 +10,7 @@ from hf_memopt.cli.settings import command_spec
 from hf_memopt.compatibility.config_files import Examined, Fault, Lines, foreign_tool
 from hf_memopt.errors import InputError, as_input_error, listed
 from hf_memopt.files import folder_for, write_folder
-from hf_memopt.foreign.edits import changes, chosen_keys, diff, edit, planned
+from hf_memopt.foreign.edits import changed_keys, diff, edit, planned
 from hf_memopt.foreign.migrate import migrated_command, migrated_files
 from hf_memopt.foreign.source import Source, is_command, is_source, read_source
 from hf_memopt.foreign.translate import Translation
@@ -51,7 +51,7 @@ def read_job(
         tool = replace(
             spec.tool,
             reads=lambda ours: _over(planned(source, ours), asked, options),
-            keys=lambda ours: changes(source, chosen_keys(source.table, ours)),
+            keys=lambda ours: changed_keys(source, ours),
         )
     spec = replace(spec, tool=tool)
     if chosen:
@@ -93,7 +93,7 @@ def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str, str | None
     launcher's words where these say how several devices train."""
     from hf_memopt.planner.launch import launcher_command
 
-    keys = changes(source, chosen_keys(source.table, profile.choice.settings))
+    keys = changed_keys(source, profile.choice.settings)
     launcher = None
     if source.table.launched and profile.preset.processes > 1:  # the file says who checkpoints, not FSDP's
         launcher = " ".join(launcher_command(replace(profile, choice=replace(profile.choice, checkpointed=0.0))))

@@ -40,6 +40,11 @@ def changes(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if not _same(present.get(key), value)}
 
 
+def changed_keys(source: Source, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Their keys and values that settings of a plan change in a file; None takes a key out."""
+    return changes(source, chosen_keys(source.table, ours))
+
+
 def in_words(keys: Mapping[str, Any]) -> str:
     """Changed keys as a sentence's end; None is a key that is taken out."""
     pairs = [f"{key}: {json.dumps(value)}" for key, value in keys.items() if value is not None]
@@ -57,7 +62,7 @@ def _same(present: Any, value: Any) -> bool:
 def planned(source: Source, ours: Mapping[str, Any]) -> JobSpec:
     """The job that a file would describe with the settings of a plan in it."""
     settings, engine = copy.deepcopy(dict(source.settings)), dict(source.engine)
-    for key, value in changes(source, chosen_keys(source.table, ours)).items():
+    for key, value in changed_keys(source, ours).items():
         _put(settings, key.split("."), value)
     if source.table.launched:
         engine = {name: value for name, value in engine.items() if not name.startswith(_ENGINES)}
@@ -66,14 +71,13 @@ def planned(source: Source, ours: Mapping[str, Any]) -> JobSpec:
 
 def _put(settings: dict[str, Any], names: list[str], value: Any) -> None:
     """Set a key, take it out (None), or add to its list."""
-    *above, last = names
-    for name in above:
-        settings = settings.setdefault(name, {})
-    if isinstance(value, list):
-        value = [*_listed(settings.get(last)), *value]
-    settings[last] = value
-    if value is None:
-        del settings[last]
+    name, *inside = names
+    if inside:
+        _put(settings.setdefault(name, {}), inside, value)
+    elif value is None:
+        settings.pop(name, None)
+    else:
+        settings[name] = [*_listed(settings.get(name)), *value] if isinstance(value, list) else value
 
 
 def edit(source: Source, keys: Mapping[str, Any]) -> str | None:

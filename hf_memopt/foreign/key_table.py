@@ -115,7 +115,7 @@ class Table:
 
     @property
     def launched(self) -> bool:
-        """True if a plan's strategy is what accelerate launch is told, and no key."""
+        """True if accelerate launch starts a plan's strategy, and no key of theirs does."""
         return "launched" in self.plan.get("strategy", {})
 
     def _strategies(self) -> Iterable[str]:

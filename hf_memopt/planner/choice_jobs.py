@@ -18,25 +18,33 @@ from hf_memopt.units import gib
 def choice_job(spec: JobSpec, choice: Choice) -> Job:
     """The job of a choice, for the estimator."""
     preset = choice.configured(spec.preset)
-    fields, memory_args = choice.fields(preset, spec.training), memory_arguments(spec.memory_args, choice)
-    if spec.tool and spec.tool.reads:  # whose words may say more than the choice: an engine's file, a size of chunks
-        read, own = spec.tool.reads(choice.settings), spec.tool.reads({}).training
-        changed = {name: value for name, value in spec.training.items() if own.get(name) != value}  # by a search
-        fields = replace(choice, checkpointed=0.0).fields(preset) | read.training | changed  # not FSDP's checkpointing
-        memory_args = replace(memory_args, **{name: getattr(read.memory_args, name) for name in read.named})
-        preset = replace(preset, name="", training=spec.preset.training, dtype=read.dtype or "auto")
-        if fields.get("deepspeed"):
-            preset = replace(preset, strategy="ddp" if preset.processes > 1 else "none")
-    return spec_job(
-        replace(
-            spec,
-            preset=preset,
-            hardware=None,
-            training=fields,
-            lora=spec.lora if preset.method != "full" else {},
-            memory_args=memory_args,
-        )
+    chosen = replace(
+        spec,
+        preset=preset,
+        hardware=None,
+        training=choice.fields(preset, spec.training),
+        lora=spec.lora if preset.method != "full" else {},
+        memory_args=memory_arguments(spec.memory_args, choice),
     )
+    return spec_job(_as_read(chosen, spec, choice) if spec.tool and spec.tool.reads else chosen)
+
+
+def _as_read(chosen: JobSpec, spec: JobSpec, choice: Choice) -> JobSpec:
+    """A choice's job as its tool reads the file, whose keys may say more: an engine's file, a size of chunks."""
+    read, own = spec.tool.reads(choice.settings), spec.tool.reads({}).training
+    changed = {name: value for name, value in spec.training.items() if own.get(name) != value}  # by a search
+    # A file's checkpointing is the Trainer's, not FSDP's.
+    fields = replace(choice, checkpointed=0.0).fields(chosen.preset) | read.training | changed
+    beside_own_engine = "ddp" if chosen.preset.processes > 1 else "none"
+    preset = replace(
+        chosen.preset,
+        name="",
+        training=spec.preset.training,
+        dtype=read.dtype or "auto",
+        strategy=beside_own_engine if fields.get("deepspeed") else chosen.preset.strategy,
+    )
+    named = {name: getattr(read.memory_args, name) for name in read.named}
+    return replace(chosen, preset=preset, training=fields, memory_args=replace(chosen.memory_args, **named))
 
 
 def baseline_jobs(spec: JobSpec, choices: list[Choice]) -> list[Job]:

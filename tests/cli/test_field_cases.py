@@ -1,4 +1,4 @@
-"""Jobs rebuilt from public reports, as their users wrote them: what they are told."""
+"""Jobs rebuilt from public reports, as their users wrote them, and the answers to them."""
 
 import json
 from pathlib import Path

@@ -204,7 +204,10 @@ def _combinations(
         found = [(levels, min(allowed_in_host, key=lambda c: (c.complexities, needs[c])))]
     elif in_host and fixed != "none":
         simplest = min(in_host, key=lambda c: (c.complexities, needs[c]))
-        found = [(levels | {"strategy": 1}, simplest), (levels | {"strategy": 2}, min(in_host, key=needs.get))]
+        found = [
+            (levels | {"strategy": level}, choice)
+            for choice, level in {min(in_host, key=needs.get): 2, simplest: 1}.items()  # one, where they are the same
+        ]
     elif allowed:
         found = [(levels | {"host": 1}, min(allowed, key=lambda c: (sketch.host_bytes(c), needs[c])))]
     else:
