@@ -1,9 +1,9 @@
 """Whether tests notice a fault: python benchmarks/mutants.py [--count 200] [--seed N] [--only PART_OF_A_PATH]
 
 Draws random mutants: a comparison, a sign, an arithmetic operator, a number or a condition changed inside a function,
-on a line that quick tests run. Each is tried in a copy of the project with the tests that run its line, quickest first
-and one of every test function before second cases, until one fails, or --seconds of tests have passed. What none
-notices is printed, and all go to out/mutants.json. Which test runs which line is asked of coverage.py once for each
+on a line that quick tests run. Each is tried in a copy of the project with the tests that run its line until one fails,
+or --seconds of tests have passed: those of its room and of frozen answers first, quickest first, and one of every test
+function before second cases. What none notices is printed, and all go to out/mutants.json. Which test runs which line is asked of coverage.py once for each
 state of the package (out/mutants/, some ten minutes); it needs pytest-cov, which make mutants installs.
 """
 
@@ -198,16 +198,26 @@ def seconds(folder: Path) -> dict[str, float]:
     }
 
 
-def chosen(tests: list[str], times: dict[str, float], limit: float) -> list[str]:
-    """Quickest first, one of every function before a second case, within limit seconds (and one at least)."""
+def _is_near(test: str, file: str) -> bool:
+    """Whether a test was written for the room of a file, or looks at whole answers."""
+    return test.startswith((f"tests/{Path(file).parts[1].removesuffix('.py')}/", "tests/test_frozen"))
+
+
+def chosen(file: str, tests: list[str], times: dict[str, float], limit: float) -> list[str]:
+    """Tests that run a line of file, within limit seconds (and one at least).
+
+    Those near it first; of both kinds quickest first, and one of every function before a second case.
+    """
     by_function = defaultdict(list)
     for test in sorted(tests, key=lambda test: times.get(test, 1.0)):
         by_function[test.split("[")[0]].append(test)
     rounds = sorted(
-        ((place, times.get(test, 1.0), test) for cases in by_function.values() for place, test in enumerate(cases))
+        (not _is_near(test, file), place, times.get(test, 1.0), test)
+        for cases in by_function.values()
+        for place, test in enumerate(cases)
     )
     kept, spent = [], 0.0
-    for _, took, test in rounds:
+    for *_, took, test in rounds:
         if kept and (spent + took > limit or len(kept) >= 400):
             continue
         kept.append(test)
@@ -323,7 +333,7 @@ def main() -> None:
     print(f"seed {seed}: {len(drawn)} of {len(run)} mutants on lines that quick tests run", flush=True)
     work = []
     for mutant in drawn:
-        tests = chosen(lines[mutant.file][mutant.line], times, asked.seconds)
+        tests = chosen(mutant.file, lines[mutant.file][mutant.line], times, asked.seconds)
         work.append((mutant, tests, sum(times.get(test, 1.0) for test in tests)))
     results = []
 
