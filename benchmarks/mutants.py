@@ -36,8 +36,8 @@ OTHER = {
     **{ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "*")},
 }
 TIMED_OUT = 124
-# A test failed, or a file of tests was not read. Tests that are not found (4, 5) have not looked; signals are below 0.
-NOTICED = (1, 2, TIMED_OUT)
+NOTICED = (1, 2, TIMED_OUT)  # pytest's codes of tests that failed; signals are below 0
+UNREAD = re.compile(r"^ERROR tests/", re.MULTILINE)  # a file of tests asks the package while it is read, and failed
 MARGIN = 60  # seconds that a mutant's tests may take beside ten times what they took
 
 
@@ -131,6 +131,10 @@ class _Places(ast.NodeVisitor):
             self.whole(node, f"bool({operand})")
         self.generic_visit(node)
 
+    def visit_keyword(self, node) -> None:
+        if node.arg != "strict":  # of zip: an assertion, which no test of right code can see
+            self.visit(node.value)
+
     def visit_Constant(self, node) -> None:
         if isinstance(node.value, bool):
             self.whole(node, str(not node.value))
@@ -199,8 +203,9 @@ def seconds(folder: Path) -> dict[str, float]:
 
 
 def _is_near(test: str, file: str) -> bool:
-    """Whether a test was written for the room of a file, or looks at whole answers."""
-    return test.startswith((f"tests/{Path(file).parts[1].removesuffix('.py')}/", "tests/test_frozen"))
+    """Whether a test was written for the room of a file (or a file of the top level), or looks at whole answers."""
+    room = Path(file).parts[1].removesuffix(".py")
+    return test.startswith((f"tests/{room}/", f"tests/test_{room}.py", "tests/test_frozen"))
 
 
 def chosen(file: str, tests: list[str], times: dict[str, float], limit: float) -> list[str]:
@@ -338,7 +343,8 @@ def main() -> None:
     results = []
 
     def done(mutant: Mutant, tests: list[str], code: int, log: str) -> None:
-        noticed = code in NOTICED or code < 0
+        # Tests that are not found (4, 5) have not looked.
+        noticed = code in NOTICED or code < 0 or bool(UNREAD.search(log))
         results.append({**asdict(mutant), "tests": len(tests), "noticed": noticed, "code": code})
         if code not in (0, 1, TIMED_OUT):
             results[-1]["log"] = log

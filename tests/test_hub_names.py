@@ -56,6 +56,15 @@ def test_a_proxy_is_tried_in_the_hubs_place(asked, monkeypatch):
     assert "does not answer" in why_no_hub() and asked == [("proxy.example", 3128, 3.0)]
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("http://mirror.example", 80), ("https://mirror.example", 443), ("http://mirror.example:81", 81)],
+)
+def test_a_mirror_is_tried_in_the_hubs_place(endpoint, port, asked, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert "does not answer" in why_no_hub() and asked == [("mirror.example", port, 3.0)]
+
+
 def test_a_hub_that_answers_is_asked(asked, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", lambda address, timeout: socket.socket())
     assert why_no_hub() is None

@@ -45,7 +45,7 @@ def parse_figures(message: str) -> dict[str, int]:
 
 
 def _bytes(groups: tuple[str | None, ...], units: dict[str, int]) -> int:
-    number, unit = [part for part in groups if part is not None][:2]
+    number, unit = (part for part in groups if part is not None)
     return int(float(number) * units[unit])
 
 

@@ -128,7 +128,7 @@ class FrameLimits:
             frames = total
         bounds = (frames, total, self.max_frames, sampling.max_frames)
         count = int(min(bound for bound in bounds if bound is not None))
-        return count - count % multiple if count >= multiple else count
+        return count - count % multiple or count
 
     def pixel_bounds(self, frames: int) -> tuple[float, float]:
         """The fewest and most pixels of each of so many frames: (0, inf) where nothing limits them."""

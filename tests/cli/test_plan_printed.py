@@ -20,7 +20,7 @@ from hf_memopt.estimator.result import Estimate
 from hf_memopt.planner.alternatives import Alternative
 from hf_memopt.planner.choices import Choice, memory_arguments
 from hf_memopt.planner.devices import resolve_preset
-from hf_memopt.planner.launch import launch_command
+from hf_memopt.planner.launch import has_recipe, launch_command, recipe_name
 from hf_memopt.planner.profiles import Plan, Profile
 from hf_memopt.planner.settle import _check_memory
 
@@ -310,3 +310,24 @@ def test_models_without_tokens_are_refused():
 
     with pytest.raises(InputError, match="task=image-classification: plan knows models of text and video"):
         plan(AutoConfig.for_model("vit"), "rtx_4090")
+
+
+def test_which_jobs_a_recipe_runs():
+    from hf_memopt.video.inputs import VideoInputs
+
+    spec = small_spec(resolve_preset("rtx_4090", "lora"))
+    encoder = AutoConfig.for_model("bert")
+    for fields, recipe in (
+        ({"model": spec.config}, None),
+        ({"model": spec.config, "task": "sft"}, None),
+        ({"model": "a/b"}, "pretrain"),
+        ({"model": "a/b", "video": VideoInputs()}, "video_sft"),
+        ({"model": "a/b", "config": encoder}, None),
+        ({"model": "a/b", "config": encoder, "video": VideoInputs()}, "video_sft"),
+        ({"model": "a/b", "task": "token-classification"}, None),
+        ({"model": "a/b", "task": "sft"}, "sft"),
+        ({"model": "a/b", "task": "grpo"}, "grpo"),
+        ({"model": "a/b", "task": "kto"}, None),
+    ):
+        asked = dataclasses.replace(spec, **fields)
+        assert (recipe_name(asked) if has_recipe(asked) else None) == recipe, fields

@@ -58,7 +58,7 @@ def _object_faults(value, schema, where) -> list[str]:
         slow(("plan", "qwen3-0.6b", "--hardware", "any", "--method", "lora")),
         sweep(("plan", "qwen2.5-vl-3b", "--hardware", "rtx_4090", "--method", "qlora", "--frames", "max")),
     ],
-    ids=lambda words: " ".join(words)[:40],
+    ids=lambda words: " ".join(words).replace(f"{ROOT}/", "")[:40],
 )
 def test_output_keeps_its_schema(words, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ from hf_memopt.compatibility.config_files import find_faults
 from hf_memopt.engines import DeepSpeed, deepspeed_values
 from hf_memopt.engines.deepspeed import deepspeed_config
 from hf_memopt.errors import InputError
+from hf_memopt.findings import Effect
 
 ODD = (None, True, 5, -1, "x", [], {}, float("inf"))
 OPTIMIZER = {
@@ -130,6 +131,25 @@ def test_wrong_values_are_named(subtests):
     for content, named in WRONG:
         with subtests.test(f"{content} {named}"):
             assert [finding.keys for finding in deepspeed_values._wrong_values(content)] == named
+
+
+def test_which_wrong_values_deepspeed_accepts():
+    """It multiplies counts that it was given as fractions or true, where no whole batch is given."""
+    for content, effect in (
+        ({"gradient_accumulation_steps": 0.5}, Effect.ACCEPTED),
+        ({"gradient_accumulation_steps": 1.5}, Effect.ACCEPTED),
+        ({"gradient_accumulation_steps": 1.5, "train_batch_size": 6}, Effect.REFUSED),
+        ({"gradient_accumulation_steps": 0.0}, Effect.REFUSED),
+        ({"gradient_accumulation_steps": -0.5}, Effect.REFUSED),
+        ({"gradient_accumulation_steps": True}, Effect.ACCEPTED),
+        ({"gradient_accumulation_steps": 0}, Effect.REFUSED),
+        ({"gradient_accumulation_steps": "4"}, Effect.REFUSED),
+        ({"zero_optimization": {"stage": "3"}}, Effect.ACCEPTED),
+        ({"zero_optimization": {"stage": 1.0}}, Effect.ACCEPTED),
+        ({"zero_optimization": {"stage": 4}}, Effect.REFUSED),
+        ({"gradient_clipping": -1}, Effect.ACCEPTED),
+    ):
+        assert [finding.effect for finding in deepspeed_values._wrong_values(content)] == [effect], content
 
 
 def test_what_must_be_a_mapping():

@@ -210,6 +210,11 @@ DAMAGED = {
     "another format": json.dumps(content(format=2)),
     "no date": json.dumps(content(date=None)),
     "a label that a terminal obeys": json.dumps(content(device={**content()["device"], "label": "\x1b[2J"})),
+    "a label that is too long": json.dumps(content(device={**content()["device"], "label": 201 * "x"})),
+    "no label": json.dumps(content(device={**content()["device"], "label": ""})),
+    "a label of two lines": json.dumps(content(device={**content()["device"], "label": "x\ny"})),
+    "an error below -1": json.dumps(content(reserved_errors=[-1.01])),
+    "an error above 100": json.dumps(content(reserved_errors=[100.1])),
     "a device that is none": json.dumps(content(device="RTX 4090")),
     "errors that are none": json.dumps(content(reserved_errors=["none"])),
 }
@@ -227,6 +232,13 @@ def test_a_damaged_file_is_ignored_and_named_once(damage, caplog):
     assert str(path) in text and "run hf-memopt calibrate again" in text and "\n" not in text and "\x1b" not in text
     with pytest.raises(InputError):
         read_device_file(path)
+
+
+def test_values_at_their_borders_are_read(tmp_path):
+    made = content(device={**content()["device"], "label": 200 * "x"}, reserved_errors=[-1, 100])
+    (tmp_path / "x.json").write_text(json.dumps(made))
+    file = read_device_file(tmp_path / "x.json")
+    assert file.device["label"] == 200 * "x" and file.reserved_errors == (-1, 100)
 
 
 def test_a_folder_or_a_missing_cache_is_no_file(cache, caplog):

@@ -85,6 +85,10 @@ def test_libraries_ask_again():
     ):
         with seen_by_script(get_hardware(name)):
             assert answers() == seen, name
+            current = torch.accelerator.current_accelerator()
+            assert current == {"apple_m2_16gb": torch.device("mps"), "cpu": None}.get(name, torch.device("cuda"))
+            assert torch.accelerator.is_available() == (name != "cpu")
+            assert torch.accelerator.device_count() == (name != "cpu")
     assert answers() == here
 
 

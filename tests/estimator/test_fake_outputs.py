@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from hf_memopt.estimator.accounting import fake_outputs
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
 from hf_memopt.estimator.accounting.known_values import known_value
+from hf_memopt.estimator.accounting.ledger import HOST
 from hf_memopt.estimator.fake_pretrained import fake_models
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 
@@ -155,3 +156,23 @@ def test_a_copied_tensor_has_the_mode_of_the_original(world):
         torch.tensor(0.1)  # the mode keeps a reference to the storage of a small tensor's value
         assert copy.deepcopy(weight).fake_mode is weight.fake_mode
         assert copy.deepcopy(torch.nn.Linear(4, 4)).weight.fake_mode is weight.fake_mode
+
+
+def test_a_copied_tensor_has_the_originals_value():
+    with fake_world("cpu"), FakeLedger(accelerator=True):
+        positions, unknown = torch.arange(5), torch.empty(5)
+        for tensor in (positions, copy.deepcopy(positions)):
+            assert known_value(tensor).tolist() == [0, 1, 2, 3, 4]
+        assert known_value(unknown) is known_value(copy.deepcopy(unknown)) is None
+
+
+def test_what_goes_to_the_host_leaves_the_device():
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeLedger(accelerator=True) as ledger:
+        ledger.begin("start", "other")
+        first, second = torch.empty(1000), torch.empty(500)
+        ledger.classify(first, HOST)
+        assert (ledger._total, ledger._totals[HOST], ledger._totals["other"]) == (2048, 4096, 2048)
+        ledger.classify(first, "optimizer")
+        assert (ledger._total, ledger._totals[HOST], ledger._totals["optimizer"]) == (6144, 0, 4096)
+        ledger.classify(second, "optimizer")  # from kind to kind it stays where it is
+        assert (ledger._total, ledger._totals["optimizer"], ledger._totals["other"]) == (6144, 6144, 0)

@@ -78,18 +78,24 @@ def test_a_sample_has_the_length_that_was_asked_for():
     )
 
 
-@pytest.mark.slow
 def test_what_is_no_picture_is_refused():
-    config = load_config("qwen3-vl-8b")
-    for settings, seq_len, message in [
-        ({"images": 0}, None, "images=0 must be an integer of at least 1"),
-        ({"images": 1, "image_size": "big"}, None, "image_size=big: write width and height"),
-        ({"images": 1, "image_size": "60000x60000"}, None, "at most 10,000 a sample, of at most 134,217,728 pixels"),
-        ({"images": 1, "max_frames": 4}, None, "max_frames beside images"),
-        ({"images": 4, "image_size": "4000x4000"}, 2048, "seq_len=2048 leaves no room for text"),
+    most = "at most 10,000 a sample, of at most 134,217,728 pixels"
+    for settings, message in [
+        ({"images": 0}, "images=0 must be an integer of at least 1"),
+        ({"images": 1, "image_size": "big"}, "image_size=big: write width and height"),
+        ({"images": 1, "image_size": "60000x60000"}, most),
+        ({"images": 10_001}, most),
+        ({"images": 1, "max_frames": 4}, "max_frames beside images"),
     ]:
         with pytest.raises(InputError, match=message):
-            image_inputs("qwen3-vl-8b", config, settings, seq_len)
+            image_inputs("qwen3-vl-8b", None, settings, None)
+
+
+@pytest.mark.slow
+def test_pictures_that_no_model_takes_are_refused():
+    settings = {"images": 4, "image_size": "4000x4000"}
+    with pytest.raises(InputError, match="seq_len=2048 leaves no room for text"):
+        image_inputs("qwen3-vl-8b", load_config("qwen3-vl-8b"), settings, 2048)
     with pytest.raises(InputError, match="what a picture is to models of type 'qwen3' is not known"):
         image_inputs("qwen3-8b", load_config("qwen3-8b"), {"images": 1}, None)
 

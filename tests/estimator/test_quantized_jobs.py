@@ -1,8 +1,10 @@
 """Estimates of quantized models against real runs on this CPU, and what is refused."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
+import frozen
 import pytest
 import torch
 from conftest import slow
@@ -12,7 +14,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from benchmarks.profiled_peak import allocator_peak
-from hf_memopt.engines import NO_ENGINE
+from hf_memopt.engines import NO_ENGINE, engine_named
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import assembly, estimate
 from hf_memopt.estimator.accounting.ledger import _parts
@@ -25,6 +27,7 @@ from hf_memopt.estimator.tracing.fake_quantization import (
 )
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 from hf_memopt.estimator.tracing.model import ModelSettings
+from hf_memopt.estimator.tracing.quantized_linear import SCHEMES
 from hf_memopt.hardware import get_hardware
 
 
@@ -458,3 +461,22 @@ def test_notes_say_what_of_a_quantized_model_was_not_measured(subtests):
             )
             found = [*quantization_notes(job)]
             assert len(found) == len(notes) and all(map(str.startswith, found, notes)), found
+
+
+def test_notes_on_what_is_counted_of_quantized_weights():
+    """A sentence for each method and place where its memory follows from a source alone."""
+    engines = {"none": NO_ENGINE} | {name: engine_named(name) for name in ("zero2", "zero3", "fsdp2")}
+    methods = (None, *SCHEMES, "fp8", "mxfp8", "compressed-tensors", "load_in_4bit", "load_in_8bit")
+    found = {}
+    for method, engine, device in itertools.product(methods, engines, ("h100_80gb", "cpu")):
+        for dequantized, targets in (("", "all-linear"), ("", ["q_proj"]), ("fp8", None), ("mxfp4", None)):
+            job = SimpleNamespace(
+                quantization_config=method and {method: True, "quant_method": method},
+                device=get_hardware(device),
+                engine=engines[engine],
+                dequantized=dequantized,
+                peft_config=SimpleNamespace(target_modules=targets),
+            )
+            if notes := [note[:60] for note in quantization_notes(job)]:
+                found[f"{method} {engine} {device} {dequantized} {targets}"] = notes
+    frozen.check("quantization_notes", found)

@@ -2,6 +2,7 @@
 estimator within 3 % of the measured peak. Pairs that are refused are listed with their reason."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, de
 from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.engines import engine_named
-from hf_memopt.levers import activation_offload, optimizer_cpu_offload, weight_streaming
+from hf_memopt.levers import activation_offload, apply, optimizer_cpu_offload, weight_streaming
 from hf_memopt.levers.adapters import add_adapters
 
 ROWS, LENGTH, VOCABULARY = 4, 128, 512
@@ -253,3 +254,16 @@ def test_a_model_that_is_made_anew_has_its_levers(tmp_path):
     assert trainer.model.lm_head.forward.of_lever
     head = trainer.optimizer.state[trainer.model.model.layers[0].self_attn.q_proj.weight]["exp_avg_sq"]
     assert head.shape == (4, 1, 1), "a second moment a head"
+
+
+def test_an_optimizer_is_changed_once(monkeypatch):
+    """The Trainer asks for it when it is prepared and again when training begins."""
+
+    changed = []
+    feature = SimpleNamespace(put_on_optimizer=lambda memory_args, optimizer, host: changed.append((optimizer, host)))
+    monkeypatch.setattr(apply, "FEATURES", [feature])
+    trainer = SimpleNamespace(create_optimizer=lambda: trainer.optimizer, optimizer="first")
+    create = apply._creating(trainer, MemoryArguments(), {"pin": False})
+    assert [create(), create()] == ["first", "first"] and changed == [("first", {"pin": False})]
+    trainer.optimizer = "second"
+    assert create() == "second" and changed[1:] == [("second", {"pin": False})]

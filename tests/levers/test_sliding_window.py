@@ -106,6 +106,20 @@ def test_a_window_that_no_layer_reads_is_not_taken_for_one():
     assert seen_by_the_last(model) == [8, 9, 10, 11]
 
 
+def test_attention_that_passes_nothing_to_the_kernel_is_refused():
+    model = model_of("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    attention = type(model.model.layers[0].self_attn)
+
+    class Closed(attention):
+        def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None):
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values)
+
+    model.model.layers[0].self_attn.__class__ = Closed
+    with pytest.raises(InputError, match="sliding_window=4: Closed does not pass arguments to flash attention"):
+        set_window(model, 4)
+
+
 def test_refused():
     with torch.device("meta"), pytest.raises(InputError, match="sliding_window=4: bloom does not attend through"):
         set_window(AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", hidden_size=32, n_layer=1)), 4)

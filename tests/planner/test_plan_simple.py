@@ -22,6 +22,7 @@ from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner import alternatives, streamed_weights
 from hf_memopt.planner import plan as plans
+from hf_memopt.planner import search as search_module
 from hf_memopt.planner.alternatives import Alternative, _families, left_out, plain_alternative
 from hf_memopt.planner.choice_jobs import baseline_jobs, start_search
 from hf_memopt.planner.choices import Choice, list_choices
@@ -273,7 +274,7 @@ def test_methods_stand_beside_each_other(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     _print_methods(_made("a", "a", "a", "a", methods=[_alternative("lora"), _alternative("qlora")]))
     out = capsys.readouterr().out
-    assert "lora (planned)" in out and "qlora " in out and "800" in out
+    assert "lora (planned)" in out and "qlora " in out and "qlora (planned)" not in out and "800" in out
 
 
 @pytest.mark.slow
@@ -435,3 +436,19 @@ def test_weights_alone_that_exceed_the_budget_rule_a_method_out(over, certain, m
     spec = SimpleNamespace(memory_budget=1000)
     monkeypatch.setattr(streamed_weights, "weights_alone", lambda spec: (1000 + over, "bfloat16 weights"))
     assert bool(streamed_weights.excessive_weights(spec)) == certain
+
+
+def test_host_memory_beside_the_sketch_is_the_least_that_an_estimate_had(spec_and_search, monkeypatch):
+    """It is added to sketches of the strategy; where an estimate is below its sketch, nothing is."""
+    _, full = spec_and_search
+    first, second, third = full.choices[:3]
+    made = replace(full, estimates={}, sketch_errors={}, host_errors={})
+    assert {first.strategy, second.strategy, third.strategy} == {"none"}
+    for choice, beside, least in ((first, 700, 700), (second, 300, 300), (third, 500, 300), (first, -100, 0)):
+        host = made.sketch.host_bytes(choice) + beside
+        answer = Estimate(10**9, 10**9, 10**9, host, "forward", {}, {}, 2**40, {}, ())
+        monkeypatch.setattr(search_module, "estimate_jobs", lambda jobs, cores, answer=answer: [answer])
+        made.estimate([choice])
+        assert made.host_errors == {"none": least} and made.host_bytes(choice) == host
+    other = full.choices[3]
+    assert made.host_bytes(other) == made.sketch.host_bytes(other)

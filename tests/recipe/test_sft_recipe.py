@@ -1,10 +1,14 @@
 """recipes/sft.py on TRL's trainer: which tokens the loss is on, and what it refuses before it trains."""
 
+from types import SimpleNamespace
+
 import pytest
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 from hf_memopt.errors import InputError
-from hf_memopt.recipe import summary
+from hf_memopt.recipe import answers, summary
+from hf_memopt.recipe.answers import check_samples
 
 CHAT = [
     {"role": "user", "content": "What is two plus two?"},
@@ -106,3 +110,42 @@ def test_long_rows_are_cut_and_rows_without_an_answer_left_out(prepared, caplog)
     trainer, _ = prepared(lost, long)
     assert [len(row["input_ids"]) for row in trainer.train_dataset] == [256]
     assert "1 of 2 rows dropped: no answer within max_length=256" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"input_ids": [[1] * 4, [1] * 3, [1] * 5, [1]]}, "2 of 4 rows fill max_length=4"),
+        ({"input_ids": [[1] * 3] * 4}, ""),
+        ({"text": ["a"] * 4}, ""),
+    ],
+    ids=["cut", "whole", "no tokens"],
+)
+def test_rows_that_are_dropped_or_cut_are_said(columns, says, caplog):
+    trainer = SimpleNamespace(train_dataset=Dataset.from_dict(columns), eval_dataset=None)
+    job = SimpleNamespace(
+        recipe=SimpleNamespace(dataset_name="rows"),
+        args=SimpleNamespace(max_length=4),
+        bad_rows=SimpleNamespace(counts={}),
+        given=(),
+    )
+    check_samples(job, trainer, 4)
+    assert ("rows fill max_length" in caplog.text) == bool(says) and says in caplog.text and not job.bad_rows.counts
+    caplog.clear()
+    check_samples(job, trainer, 6)
+    assert "2 of 6 rows dropped" in caplog.text and list(job.bad_rows.counts.values()) == [2]
+
+
+def test_no_sample_left_ends_the_run_and_none_held_out_does_not(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(answers, "remove_new_folders", lambda job: None)
+    none, some = Dataset.from_dict({"input_ids": []}), Dataset.from_dict({"input_ids": [[1]]})
+    job = SimpleNamespace(recipe=SimpleNamespace(dataset_name="rows"), args=SimpleNamespace(max_length=4), given=())
+    for train, held_out, given in ((none, some, ()), (some, none, ("held_out",))):
+        job.given = given
+        with pytest.raises(InputError, match="no row of data set 'rows' has an answer within 4 tokens"):
+            check_samples(job, SimpleNamespace(train_dataset=train, eval_dataset=held_out, args=None), 1)
+    job.given, evaluated = (), []
+    monkeypatch.setattr(answers, "evaluate_nothing", evaluated.append)
+    trainer = SimpleNamespace(train_dataset=some, eval_dataset=none, args="its arguments")
+    check_samples(job, trainer, 1)
+    assert trainer.eval_dataset is None and evaluated == ["its arguments"]

@@ -257,5 +257,14 @@ def test_a_bad_line_is_named_by_its_place(tmp_path):
             read_log(tmp_path / LOG, largest)
 
 
+def test_a_file_without_a_json_object_is_no_log(tmp_path):
+    (tmp_path / LOG).write_text("torn\n[1]\n")
+    with pytest.raises(InputError, match="none of its 2 lines is a JSON object"):
+        read_log(tmp_path / LOG)
+    for text in ("", "torn\n", "[1]\n{}\n"):
+        (tmp_path / LOG).write_text(text)
+        assert read_log(tmp_path / LOG)[0].to_list() == []
+
+
 def test_the_log_has_one_name():
     assert LOG == LOG_FILE

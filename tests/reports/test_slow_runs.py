@@ -120,6 +120,22 @@ def test_fetching_is_told_from_what_else_lies_between_two_steps():
     assert wait.share_of_run() is None, "the first step waits for workers to start"
     step(timed=False)
     assert wait.share() == wait.share_of_run() == pytest.approx(3 / 8)
+    assert wait.steps_of_run() == (1, 5)
+
+
+def test_a_step_of_which_no_batch_arrived_does_not_count():
+    """Of a Trainer whose callback came late, or whose step ended twice."""
+    wait = DataWait(clock := Clock())
+    wait.step_begins()
+    clock.now += 5
+    wait.step_ends()  # it never began to wait
+    clock.now += 2
+    wait.step_ends()  # nothing arrived since
+    assert wait.share() is None and wait.steps_of_run() == (0, 0)
+    wait.step_begins()
+    clock.now += 2
+    wait.step_ends()
+    assert wait.share() == 0
 
 
 def test_the_disks_share_of_the_processors_time(monkeypatch):

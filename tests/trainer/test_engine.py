@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, run, slow, sweep
+from torch.distributed.fsdp import ShardingStrategy
 
 from hf_memopt import MemoryArguments, MemoryTrainer
 from hf_memopt.compatibility import RULES, Setup, refusals, resolve_engine
 from hf_memopt.engines.deepspeed import deepspeed_config
+from hf_memopt.engines.fsdp import FSDP
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.training_fields import read_fields
@@ -97,7 +99,9 @@ def test_every_row_is_tripped_in_every_way(tmp_path, subtests):
             assert refusals(setup)
 
 
-@pytest.mark.parametrize("given", [OFFLOADING, "zero2_offload_cpu", deepspeed_config(OFFLOADING)])
+@pytest.mark.parametrize(
+    "given", [OFFLOADING, "zero2_offload_cpu", deepspeed_config(OFFLOADING)], ids=["file", "name", "contents"]
+)
 def test_a_copied_deepspeed_json_is_refused_with_a_presets_8bit_optimizer(given, tmp_path):
     preset = get_preset("rtx_4090")
     assert preset.training["optim"] == "adamw_8bit"
@@ -295,3 +299,14 @@ def test_levers_are_asked_with_the_same_engine(tmp_path):
 def test_an_fsdp_version_that_there_is_not():
     with pytest.raises(InputError, match=r"fsdp_config.version='two' must be 1 or 2"):
         resolve_engine({"fsdp": True, "fsdp_config": {"version": "two"}})
+
+
+def test_weights_that_stay_gathered_after_forward():
+    """reshard_after_forward is a truth under FSDP2 and a sharding strategy under FSDP1, as text or enumeration."""
+    for value, reshards in (
+        *((value, False) for value in (False, "false", "NO", "n", "off", "f", "0", "SHARD_GRAD_OP")),
+        *((value, True) for value in (None, True, "true", "yes", "1", "FULL_SHARD", "HYBRID_SHARD")),
+        (ShardingStrategy.SHARD_GRAD_OP, False),
+        (ShardingStrategy.FULL_SHARD, True),
+    ):
+        assert FSDP.of_settings({"reshard_after_forward": value}).reshards is reshards, value
