@@ -949,7 +949,7 @@ def test_tables_of_every_width(capsys, monkeypatch):
 
     words = ["a", "word", "and", "another", "of", "some", "unusually-long-words-of-a-machine", "[/x]", "markup"]
     found = {}
-    for columns, frame, seed in itertools.product((40, 60, 77, 120), (True, False), range(3)):
+    for columns, frame, seed in itertools.product((12, 40, 60, 77, 120), (True, False), range(3)):
         monkeypatch.setenv("COLUMNS", str(columns))
         draw = random.Random(seed)
         rows = [

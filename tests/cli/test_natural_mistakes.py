@@ -119,6 +119,10 @@ def test_a_recipe_without_arguments_has_nothing_to_judge():
 
     check_words("VideoArguments", "TrainingArguments", [])
     check_words("RecipeArguments", "TrainingArguments", ["--bf16", "--no_save_only_model"])
+    check_words("RecipeArguments", "TrainingArguments", ["--lora.r", "8", "--quantization.load_in_4bit=true"])
+    for word, message in (("--lora.rr=8", "lora 'rr'"), ("--loro.r=8", "'loro.r'"), ("--no_lora", "'no_lora'")):
+        with pytest.raises(InputError, match=message):
+            check_words("RecipeArguments", "TrainingArguments", [word])
 
 
 def test_fields_are_read_from_the_source_as_the_libraries_have_them():

@@ -5,7 +5,7 @@ import torch
 from conftest import slow
 from faults import Strikes
 from small_runs import llama, train, with_lora
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hf_memopt.levers.adam_mini import AdamMini, weight_blocks
 
@@ -57,6 +57,17 @@ def test_the_update_is_the_papers():
         rate = 0.1 / (1 - 0.8**step) / ((square / (1 - 0.9**step)).sqrt() + 1e-6)
         plain -= (rate * mean.view(shape)).view(6, 8)
     assert torch.allclose(weight, plain, rtol=0, atol=1e-7)  # its second moments are in fp32
+
+
+def test_heads_of_a_configuration_without_their_size():
+    """hidden_size is divided among them; other outputs are neurons."""
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model("bert", **SIZES, intermediate_size=32))
+    attention = model.encoder.layer[0].attention
+    found = weight_blocks(model)
+    assert found[attention.self.query.weight] == ((4, 4, 16), (1, 2))
+    assert found[attention.self.value.weight] == ((16, 16), (1,))
+    assert found[attention.self.query.bias] == ((16,), (0,))
 
 
 def test_states_take_half_of_adams():

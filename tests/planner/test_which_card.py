@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import frozen
 import pytest
 from transformers import AutoConfig
 
@@ -172,6 +173,7 @@ def test_typical_cards_have_every_kind():
     assert {"rtx_4090", "a100_80gb", "h100_80gb", "mi300x", "apple_m2_16gb"} <= {device.name for device in typical}
     memories = {(device.vendor, device.nominal_memory) for device in catalog().values() if device.backend != "cpu"}
     assert memories == {(device.vendor, device.nominal_memory) for device in typical}
+    frozen.check("typical_cards", [device.name for device in typical])
 
 
 def test_presets_of_all_cards_come_without_warnings(caplog):

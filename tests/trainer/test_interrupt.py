@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from conftest import BIN, ROOT, flags, run_forked
 from stoppable import build, weights
 from transformers import TrainerCallback
 
-from hf_memopt.trainer.interrupt import TrainingInterrupted
+from hf_memopt.trainer.interrupt import TrainingInterrupted, _StopAtStepEnd
 
 HERE = Path(__file__).parents[1]
 
@@ -322,3 +323,18 @@ def test_resuming_says_from_where_and_takes_the_new_intervals(tmp_path, caplog):
     ]
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-3", "checkpoint-6"]
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("number", "index", "line"),
+    [
+        (signal.SIGINT, 0, "\nstopping at the end of step 8; Ctrl-C again stops at once\n"),
+        (signal.SIGTERM, 0, "\nstopping at the end of step 8\n"),
+        (signal.SIGINT, 1, ""),
+    ],
+)
+def test_what_the_first_signal_says(number, index, line, capfd):
+    state, args = SimpleNamespace(global_step=7), SimpleNamespace(process_index=index)
+    stop = _StopAtStepEnd(SimpleNamespace(state=state, args=args))
+    stop.request(number, None)
+    assert stop.signal == number and capfd.readouterr().err == line

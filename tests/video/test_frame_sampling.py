@@ -1,5 +1,6 @@
 """Frames a second, bounds and segments: the frames that qwen-vl-utils takes, by its rules written down here anew."""
 
+import copy
 import math
 from contextlib import nullcontext
 from fractions import Fraction
@@ -12,6 +13,7 @@ import videos
 from hf_memopt.video import video_files
 from hf_memopt.video.clips import outline_clip, read_clip
 from hf_memopt.video.frame_limits import FrameLimits, Sampling
+from hf_memopt.video.processor import lower_shortest_edge
 from hf_memopt.video.video_files import BadVideo
 
 FILES = {"five.mp4": (125, 25), "short.mkv": (7, 10), "ntsc.mp4": (240, Fraction(30000, 1001)), "long.mp4": (600, 5)}
@@ -207,3 +209,20 @@ def test_times_of_decoded_frames(times, seconds, last, opened):
     found = video_files.decoded_times("a.mp4")
     assert found.seconds == pytest.approx(seconds) and found.last_duration == pytest.approx(last)
     assert (found.stamps, found.keys) == (None, [])
+
+
+def test_small_frames_are_scaled_up_to_a_quarter_of_the_limit_at_most():
+    """Of processors that scale to a number of pixels; others, and no limit, stay."""
+    patches = {"patch_size": 14, "size": {"shortest_edge": 4096, "longest_edge": 10**6}}
+    for settings, limit, edge in (
+        (patches, 8000, 2000),
+        (patches, 20_000, 4096),
+        (patches, None, 4096),
+        (patches | {"patch_size": None}, 8000, 4096),
+        ({**patches, "size": {"shortest_edge": 4096}}, 8000, 4096),
+        ({**patches, "size": {"shortest_edge": 0, "longest_edge": 1}}, 8000, 0),
+        ({**patches, "size": {"height": 8}}, 8000, None),
+    ):
+        made = [SimpleNamespace(**copy.deepcopy(settings)) for _ in range(2)]
+        lower_shortest_edge(SimpleNamespace(video_processor=made[0], image_processor=made[1]), limit)
+        assert [part.size.get("shortest_edge") for part in made] == [edge, edge], (settings, limit)
