@@ -444,11 +444,11 @@ def test_host_memory_beside_the_sketch_is_the_least_that_an_estimate_had(spec_an
     first, second, third = full.choices[:3]
     made = replace(full, estimates={}, sketch_errors={}, host_errors={})
     assert {first.strategy, second.strategy, third.strategy} == {"none"}
-    for choice, beside, least in ((first, 700, 700), (second, 300, 300), (third, 500, 300), (first, -100, 0)):
+    for choice, beside, fewest in ((first, 700, 700), (second, 300, 300), (third, 500, 300), (first, -100, 0)):
         host = made.sketch.host_bytes(choice) + beside
         answer = Estimate(10**9, 10**9, 10**9, host, "forward", {}, {}, 2**40, {}, ())
         monkeypatch.setattr(search_module, "estimate_jobs", lambda jobs, cores, answer=answer: [answer])
         made.estimate([choice])
-        assert made.host_errors == {"none": least} and made.host_bytes(choice) == host
+        assert made.host_errors == {"none": fewest} and made.host_bytes(choice) == host
     other = full.choices[3]
     assert made.host_bytes(other) == made.sketch.host_bytes(other)
