@@ -62,22 +62,17 @@ def with_defaults(parsed: Parsed, defaults: RecipeDefaults, own_model: bool) -> 
     training = {**_DEFAULTS, **defaults.training, **(defaults.adapters if recipe.method != "full" else {})}
     if own_model:
         return recipe, training | parsed.training
-    recipe = _with_builtin_model(recipe, defaults.scratch, defaults.model())
-    builtin = {name: value for name, value in defaults.builtin.items() if name not in parsed.given}
-    if "effective_batch_size" in parsed.given:  # which the default micro-batch need not divide
-        builtin.pop("per_device_train_batch_size", None)
-    own_fields = {name: builtin.pop(name) for name in list(builtin) if hasattr(recipe, name)}
-    return replace(recipe, **own_fields), training | parsed.training | builtin
-
-
-def _with_builtin_model(recipe: RecipeArguments, scratch: bool, folder: Path) -> RecipeArguments:
+    weights = "config_name" if defaults.scratch and recipe.method == "full" else "model_name_or_path"
+    own_fields = {weights: str(defaults.model())}
     if recipe.method != "full":
         logger.warning(
             "the built-in model is untrained: an adapter on it shows that the recipe runs, not a useful result"
         )
-    return replace(
-        recipe, **{"config_name" if scratch and recipe.method == "full" else "model_name_or_path": str(folder)}
-    )
+    builtin = {name: value for name, value in defaults.builtin.items() if name not in parsed.given}
+    if "effective_batch_size" in parsed.given:  # which the default micro-batch need not divide
+        builtin.pop("per_device_train_batch_size", None)
+    own_fields |= {name: builtin.pop(name) for name in list(builtin) if hasattr(recipe, name)}
+    return replace(recipe, **own_fields), training | parsed.training | builtin
 
 
 def check_data(recipe: RecipeArguments, defaults: RecipeDefaults) -> None:

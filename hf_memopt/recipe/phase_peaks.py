@@ -34,20 +34,22 @@ class PhasePeaks(TrainerCallback):
         self._phase, self._before, self._last_step = "start", 0, 0
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        inner = getattr(optimizer, "optimizer", optimizer)
+        compiled = args.torch_compile or type(inner).__module__.startswith("torchao.")
         if not args.torch_compile:  # a hook would break the graph
             self._hooks = [
                 model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
                 model.register_forward_hook(lambda module, *_: self._enter("backward") if module.training else None),
             ]
-            self._optimizer = getattr(optimizer, "optimizer", optimizer)
+            self._optimizer = inner
         if args.device.type == "cuda":
             self._device, self._before = args.device, torch.cuda.max_memory_allocated(args.device)
-        elif args.device.type == "cpu" and args.world_size == 1 and not _is_compiled(args, optimizer):
+        elif args.device.type == "cpu" and args.world_size == 1 and not compiled:
             from hf_memopt.estimator.accounting.ledger import Ledger
 
             self._ledger = Ledger()
             self._ledger.begin("start", "other")
-            states = getattr(optimizer, "optimizer", optimizer).state.values() if optimizer is not None else ()
+            states = inner.state.values() if inner is not None else ()
             for tensor in (
                 *model.parameters(),
                 *model.buffers(),
@@ -150,8 +152,3 @@ def _model_inputs(kwargs: dict[str, Any]) -> dict[str, Any] | None:
             else value
             for name, value in tensors.items()
         }
-
-
-def _is_compiled(args, optimizer) -> bool:
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return args.torch_compile or type(inner).__module__.startswith("torchao.")

@@ -84,10 +84,9 @@ def predict_batch(job: Job, trainer, limit: Estimate | None, batch: PeakBatch | 
     try:
         if tunes_answers(trainer):
             return _in_state(_estimate_trainer(job, trainer, batch), batch)
-        length = batch.shape[1]
-        of_videos = hasattr(job.recipe, "frozen")  # whose samples are padded
-        about = {"padded": True, "frozen": job.recipe.frozen} if of_videos else {}
-        return _in_state(_estimate(job, trainer, length, batch, **about), batch)
+        # Samples of videos are padded.
+        about = {"padded": True, "frozen": job.recipe.frozen} if hasattr(job.recipe, "frozen") else {}
+        return _in_state(_estimate(job, trainer, batch.shape[1], batch, **about), batch)
     except Exception as error:  # as in predict(): the run is over and its report must be written
         print(f"the batch of the measured peak is not predicted: {one_line(error)[:200]}")
         return None
@@ -134,10 +133,10 @@ def _in_state(estimate: Estimate, batch: PeakBatch) -> Estimate:
 
 
 def _estimate(job: Job, trainer, length: int, batch: PeakBatch | None = None, **about) -> Estimate:
-    """The estimate of a recipe's job.
+    """The estimate of a recipe's job, for samples of `length` tokens.
 
     Args:
-        batch: in place of samples of `length` tokens.
+        batch: one that ran, in place of the largest.
     """
     from hf_memopt.estimator.api import estimate_job
     from hf_memopt.estimator.job import describe
@@ -163,15 +162,12 @@ def _estimate(job: Job, trainer, length: int, batch: PeakBatch | None = None, **
         shared=job.preset.sequence_parallel,
         **about,
     )
-    return estimate_job(described if batch is None else _with_batch(described, batch))
-
-
-def _with_batch(described, batch: PeakBatch):
-    """The estimator's job on a batch that ran."""
-    samples, tokens = batch.shape
-    fields = described.fields | {"per_device_train_batch_size": samples, "per_device_eval_batch_size": samples}
-    if batch.training and not batch.with_gradients:
-        fields["gradient_accumulation_steps"] = 1
-    sees = any(name.startswith("pixel_values") for name in batch.tensors)
-    video = VideoInputs(sample=batch.tensors) if sees else None
-    return replace(described, fields=fields, seq_len=tokens, real_batch=batch.tensors, video=video)
+    if batch is not None:
+        samples = batch.shape[0]
+        fields = described.fields | {"per_device_train_batch_size": samples, "per_device_eval_batch_size": samples}
+        if batch.training and not batch.with_gradients:
+            fields["gradient_accumulation_steps"] = 1
+        sees = any(name.startswith("pixel_values") for name in batch.tensors)
+        video = VideoInputs(sample=batch.tensors) if sees else None
+        described = replace(described, fields=fields, real_batch=batch.tensors, video=video)
+    return estimate_job(described)

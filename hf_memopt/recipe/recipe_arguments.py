@@ -186,11 +186,6 @@ def _as_known(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, **spelled, **models}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise InputError(message)
-
-
 def _without_third(from_file: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     """The file without batch settings that follow from the others: two of the three are enough, the line's first."""
     if not any(name in line for name in BATCH):
@@ -203,8 +198,11 @@ def _without_third(from_file: dict[str, Any], line: dict[str, Any]) -> dict[str,
 def _parser(description: str, own: type, kind: type) -> argparse.ArgumentParser:
     from transformers import HfArgumentParser
 
-    class Parser(_Parser, HfArgumentParser):
+    class Parser(HfArgumentParser):
         """transformers' parser, with errors of one line."""
+
+        def error(self, message: str):
+            raise InputError(message)
 
     parser = Parser(
         [own, MemoryArguments, kind],
