@@ -57,8 +57,8 @@ def plan_here(config, preset: Preset, profile: str, training: dict[str, Any], **
     """
     from hf_memopt.planner.plan import plan_job
 
-    training = dict(training)
-    training.pop("use_cpu", None)  # the preset's hardware says so
+    # The preset's hardware says whether the CPU is used.
+    training = {name: value for name, value in training.items() if name != "use_cpu"}
     memory = usable_memory(preset.hardware)
     spec = JobSpec(
         model=config,
@@ -86,14 +86,13 @@ def _pick_profile(profiles, name: str, memory: int) -> Planned:
     place = names.index(name) if name in names else 0
     chosen = profiles[place]
     safer = [profile.name for profile in profiles[:place] if profile.choice != chosen.choice]
-    batch = {
-        "per_device_train_batch_size": chosen.choice.micro_batch,
-        "gradient_accumulation_steps": chosen.choice.accumulation,
-    }
     return Planned(
         preset=chosen.preset,
         memory_args=replace(chosen.memory_args, probe_worst_batch=True),
-        fields=batch,
+        fields={
+            "per_device_train_batch_size": chosen.choice.micro_batch,
+            "gradient_accumulation_steps": chosen.choice.accumulation,
+        },
         summary=f"{chosen.name}: {chosen.summary}; {gib(chosen.estimate.device_bytes)} of {gib(memory)} free",
         safer=safer[-1] if safer else None,
     )

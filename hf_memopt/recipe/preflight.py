@@ -261,7 +261,6 @@ def describe_launch(args, config, task: str, dtype: str, adapters: bool = False)
     sizes_of = weight_sizes(config, task)
     weights = sum(sizes_of)
     engine = resolve_engine(args)
-    sizes = {name: size for name, size in parallel_sizes(args.parallelism_config).items() if size != 1}
     efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
     if args.fsdp:
         efficient = args.fsdp_config.get("cpu_ram_efficient_loading", False)  # Trainer asks nothing else
@@ -281,7 +280,7 @@ def describe_launch(args, config, task: str, dtype: str, adapters: bool = False)
             "gradient_accumulation_steps": accumulation,
             "train_batch_size": micro * accumulation * args.world_size,
         },
-        parallel=sizes,
+        parallel={name: size for name, size in parallel_sizes(args.parallelism_config).items() if size != 1},
         host_free=psutil.virtual_memory().available,
         lockable=_lockable(),
         compiles=(

@@ -175,8 +175,7 @@ def with_weights_dtype(job: Job) -> None:
             "float32, or method=lora on float16 weights"
         )
     if recipe.dtype is None and preset.method == "full" and preset.precision == "bf16":
-        preset = replace(preset, dtype="bfloat16")
-    job.preset = preset
+        job.preset = replace(preset, dtype="bfloat16")
 
 
 def prepare_packing(job: Job, training: dict[str, Any]) -> None:
@@ -280,8 +279,7 @@ def real_inputs(sample: dict[str, Any]) -> VideoInputs:
 def show_answers(job: Job, trainer) -> None:
     """Print answers to a few held-out videos beside the true ones, on the first process."""
     args, held_out = job.args, trainer.eval_dataset
-    sharded = not resolve_engine(args).plain
-    if args.process_index or held_out is None or not job.recipe.samples or sharded:
+    if args.process_index or held_out is None or not job.recipe.samples or not resolve_engine(args).plain:
         return
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     print("samples, of rows held out: the right answer → the model's")

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,8 +152,7 @@ def _batch(job: Job, training: dict[str, Any]) -> tuple[int, int]:
 
 
 def _asked(job: Job, training: dict[str, Any], parsed: Parsed) -> _Asked:
-    limits = ("max_frames", _PIXELS)
-    fixed = {name: getattr(job.recipe, name) for name in limits if name in parsed.given}
+    fixed = {name: getattr(job.recipe, name) for name in ("max_frames", _PIXELS) if name in parsed.given}
     batch = [name for name in (_MICRO, _ACCUMULATION) if training.get(name) is not None]
     micro, _ = _batch(job, training)  # the profile's too
     names = ", ".join([*fixed, *batch])
@@ -168,10 +167,9 @@ def _asked(job: Job, training: dict[str, Any], parsed: Parsed) -> _Asked:
 
 def _not_chosen(job: Job, config, asked: _Asked) -> str | None:
     """The reason that nothing is chosen; None where something is."""
-    limits = (asked.fixed.max_frames, asked.fixed.max_pixels_per_frame, asked.fixed.micro_batch)
     if asked.unbounded:
         return f"{asked.unbounded} none leaves no largest clip to predict"
-    if None not in limits and not plans_here(job.recipe.preset):
+    if None not in astuple(asked.fixed) and not plans_here(job.recipe.preset):
         return "all of it is given"
     if not job.preset.engine.alone or world_size() > 1 or launched_strategy() is not None:
         return "that is predicted for one device alone"
@@ -260,7 +258,7 @@ class _TierOfJob:
                 raise _refusal(self.job, self.bundled, row["needed_bytes"], int(row["capacity_bytes"] * SHARE))
             return None
         limits = (row["max_frames"], row["max_pixels_per_frame"], row[_MICRO])
-        own = (self.fixed.max_frames, self.fixed.max_pixels_per_frame, self.fixed.micro_batch)
+        own = astuple(self.fixed)
         if any(user and user > limit for user, limit in zip(own, limits, strict=True)):
             return None
         frames, pixels, micro = (user or limit for user, limit in zip(own, limits, strict=True))
@@ -281,8 +279,7 @@ class _TierOfJob:
         memory = usable_memory(preset.hardware) if planned else preset.hardware.memory
         share = PLAN_PROFILES[recipe.profile][1] if planned else SHARE
         where = f"the {gib(memory)} that are free" if planned else preset.name
-        own = (fixed.max_frames, fixed.max_pixels_per_frame, fixed.micro_batch)
-        smallest = [user or default for user, default in zip(own, _SMALLEST, strict=True)]
+        smallest = [user or default for user, default in zip(astuple(fixed), _SMALLEST, strict=True)]
         if planned and fixed.max_frames and fixed.max_pixels_per_frame:
             return _Chosen(*smallest, "as given")
         limits = TierLimits(_effective(self.job, self.training), fixed, memory, share, _longest(self.job))
@@ -335,18 +332,17 @@ class _TierOfJob:
         if self.fixed.micro_batch:
             fields[_MICRO] = self.fixed.micro_batch
             fields.pop(_ACCUMULATION, None)
-        video = self._clip(recipe.max_frames, recipe.max_pixels_per_frame)
-        length = self._tokens(recipe.max_frames, recipe.max_pixels_per_frame)
+        clip = recipe.max_frames, recipe.max_pixels_per_frame
         planned = plan_here(
             config,
             job.preset,
             recipe.profile,
             fields,
-            seq_len=length,
+            seq_len=self._tokens(*clip),
             lora=self.parsed.lora,
             quantization=job.quantization,
             memory_args=with_few_logits(job.memory_args, config),
-            video=video,
+            video=self._clip(*clip),
             frozen=recipe.frozen,
             attn_implementation=recipe.attn_implementation,
         )
@@ -355,8 +351,7 @@ class _TierOfJob:
 
 
 def _longest(job: Job) -> float:
-    limits = [limit for limit in (job.recipe.max_length, job.recipe.max_video_tokens) if limit]
-    return min(limits, default=math.inf)
+    return min(filter(None, (job.recipe.max_length, job.recipe.max_video_tokens)), default=math.inf)
 
 
 def _as_shipped(job: Job, parsed: Parsed) -> bool:
