@@ -57,18 +57,15 @@ def run_calibrate(budget: float, export: str | None, rehearse: bool, fresh: bool
         session.run(budget, _say)
     except KeyboardInterrupt:
         stopped = True
-        remaining = len(session.waiting)
         hint = " and kept: the same command continues" if not rehearse or target else ""
-        _say(f"stopped: {session.count - remaining} of {session.count} are measured{hint}")
+        _say(f"stopped: {session.count - len(session.waiting)} of {session.count} are measured{hint}")
     if target is not None:
         session.export(target)
     if as_json:
         print_json(session.content() | {"left": [measurement.name for measurement in session.waiting]})
     else:
         _print(session, target)
-    if stopped:
-        return _INTERRUPTED
-    return int(any(row["outcome"] == "failed" for row in session.rows.values()))
+    return _INTERRUPTED if stopped else int(any(row["outcome"] == "failed" for row in session.rows.values()))
 
 
 def _say(text: str) -> None:

@@ -142,12 +142,11 @@ class Session:
 
     def export(self, path: Path) -> None:
         """Write a file to share: without what a failed measurement printed, which may hold paths and names."""
-        content = self.content()
-        content["measurements"] = {
+        shared = {
             name: {key: value for key, value in row.items() if key != "reason"} for name, row in self.rows.items()
         }
         try:
-            write_json(path, content)
+            write_json(path, self.content() | {"measurements": shared})
         except OSError as error:
             raise InputError(f"--export {path} cannot be written: {error.strerror}") from error
 

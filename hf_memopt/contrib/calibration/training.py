@@ -179,9 +179,8 @@ def samples(setting: Setting, vocabulary: int, number: int = 16) -> list[dict]:
     ids = torch.randint(0, vocabulary, (number, setting.length), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [{"input_ids": row, "labels": row} for row in ids]
     if setting.padded:
-        short = setting.length // 2
         for index, row in enumerate(rows):
-            length = setting.length if index % 2 else short
+            length = setting.length if index % 2 else setting.length // 2
             row["attention_mask"] = [1] * length + [0] * (setting.length - length)
     return rows
 
@@ -295,11 +294,9 @@ def predict(setting: Setting, device) -> dict[str, Any]:
     from hf_memopt.hardware.measured import constant
     from hf_memopt.planner.sketch import traced_jobs
 
-    memory_args = None if setting.memory is None else MemoryArguments(**setting.memory)
-    fields = {"per_device_train_batch_size": setting.micro, **setting.fields}
     job = describe(
         load_model_config(setting),
-        fields,
+        {"per_device_train_batch_size": setting.micro, **setting.fields},
         setting.length,
         device,
         peft_config=adapter(setting.method),
@@ -307,7 +304,7 @@ def predict(setting: Setting, device) -> dict[str, Any]:
         attn_implementation=setting.attention,
         padded=setting.padded,
         quantization_config=quantization(setting.method),
-        memory_args=memory_args,
+        memory_args=None if setting.memory is None else MemoryArguments(**setting.memory),
     )
     estimate, seconds = estimate_job(job), kernel_seconds(traced_jobs([job])[0].kernels, device)
     short, long = sorted((seconds.micro, seconds.launches))

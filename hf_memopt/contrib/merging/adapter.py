@@ -104,10 +104,9 @@ class Adapted:
             inner = name.removeprefix("base_model.model.")
             if inner in bare or any(part in inner for part in _TRAINED):
                 module, _, last = name.rpartition(".")
-                owner = adapted.get_submodule(module)
                 dtype = bare[inner].dtype if inner in bare else weight.dtype
                 empty = torch.nn.Parameter(torch.empty(weight.shape, dtype=dtype), requires_grad=False)
-                owner._parameters[last] = empty
+                adapted.get_submodule(module)._parameters[last] = empty
         result = set_peft_model_state_dict(adapted, dict(weights), adapter_name=ADAPTER)
         _check_complete(adapted, result.missing_keys, result.unexpected_keys)
 
@@ -116,11 +115,11 @@ class Adapted:
         from peft.tuners.trainable_tokens import TrainableTokensLayer
         from peft.utils.other import ModulesToSaveWrapper
 
-        wrapped: set[str] = set()
+        wrapped: set[str] = set()  # the adapter's modules, and what is within them
         for name, module in model.named_modules():
-            if _parents(name) & wrapped:
-                continue
-            if isinstance(module, LoraLayer):
+            if name.rpartition(".")[0] in wrapped:
+                pass
+            elif isinstance(module, LoraLayer):
                 self.changes[f"{name}.weight"] = partial(_merge, module)
                 self.layers.add(f"{name}.weight")
             elif isinstance(module, ModulesToSaveWrapper):
@@ -184,11 +183,6 @@ def _check_complete(adapted, missing: list[str], unexpected: list[str]) -> None:
 
 def _plain(name: str) -> str:
     return name.replace(".modules_to_save", "").replace(".original_module", "").replace(".base_layer", "")
-
-
-def _parents(name: str) -> set[str]:
-    parts = name.split(".")
-    return {".".join(parts[:end]) for end in range(1, len(parts))}
 
 
 @torch.no_grad()

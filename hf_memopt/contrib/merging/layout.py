@@ -61,8 +61,7 @@ def lay_out(base: Base, skeleton: Skeleton, adapted: Adapted, dtype: torch.dtype
         outputs.append(_make_output(base, skeleton, adapted, dtype, name, parameter))
         for tied, shared in skeleton.tied.items():
             if untied and shared == parameter and tied not in parameters.values():
-                added = _make_output(base, skeleton, adapted, dtype, name, tied)
-                outputs.append(replace(added, name=tied))
+                outputs.append(replace(_make_output(base, skeleton, adapted, dtype, name, tied), name=tied))
     changed = {output.parameter for output in outputs if output.change is not None}
     for name in sorted(adapted.changes.keys() - changed):
         if name not in skeleton.tied or untied:

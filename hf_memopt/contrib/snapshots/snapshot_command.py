@@ -79,8 +79,9 @@ def _print(analysis: Snapshot) -> None:
     if analysis.fragmentation:
         print_table("fragmentation at the end", ["figure", "value"], _fragments(analysis))
     if analysis.growth:
-        columns = ["step", "held after it", "growth", "largest that stayed"]
-        print_table("growth between steps", columns, _grown(analysis))
+        print_table(
+            "growth between steps", ["step", "held after it", "growth", "largest that stayed"], _grown(analysis)
+        )
 
 
 def _fragments(analysis: Snapshot) -> list[tuple[str, str]]:

@@ -121,8 +121,7 @@ def _read(snapshot: dict[str, Any]) -> tuple[Recording, list["_Owner"]]:
     about = snapshot.get("hf_memopt", {})
     owners = [_owner(*raw) for raw in about.get("owners", ())]
     trace = traces[device] if traces else []
-    frames = _Frames(stacks)
-    allocations = _allocations(trace, frames, segments, owners)
+    allocations = _allocations(trace, _Frames(stacks), segments, owners)
     failed = [
         (_size(event["size"]), _size(event.get("device_free", 0))) for event in trace if event["action"] == "oom"
     ]
