@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_memopt.errors import InputError
 from hf_memopt.files import is_there
-from hf_memopt.trainer.checkpoints.intact import check_intact, newest_intact
+from hf_memopt.trainer.checkpoints.intact import find_checkpoint, newest_intact
 
 _FRESH = {"no", "none", "false"}
 # What a recipe writes into output_dir when it has come to its end, beside the trained weights.
@@ -60,10 +60,8 @@ def checkpoint_to_resume(args) -> str | None:
     named = args.resume_from_checkpoint
     if named is not None and str(named).lower() in _FRESH:
         return None
-    if named is None or str(named).lower() == "true":
+    if named is None:
         newest = newest_intact(args.output_dir, args.save_only_model)
-        if newest is None and named is not None:
-            raise InputError(f"resume_from_checkpoint: {args.output_dir} holds no checkpoint-N folder")
         return newest and str(newest)
-    check_intact(Path(named), args.save_only_model)
-    return str(named)
+    requested = True if str(named).lower() == "true" else named
+    return find_checkpoint(requested, args.output_dir, args.save_only_model)

@@ -5,6 +5,7 @@ import itertools
 import logging
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
@@ -25,6 +26,7 @@ from hf_memopt.monitor.snapshot_callback import SnapshotCallback
 from hf_memopt.oom.classify import Diagnosis, diagnose
 from hf_memopt.oom.events import describe_event
 from hf_memopt.presets.trl_configs import trl_trainer
+from hf_memopt.trainer.checkpoints.intact import find_checkpoint
 from hf_memopt.trainer.checkpoints.load_states import SafeLoad
 from hf_memopt.trainer.checkpoints.resuming import SafeResume
 from hf_memopt.trainer.checkpoints.saving import SafeCheckpoints
@@ -226,7 +228,8 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         check_start(self.args, self.accelerator.state)
         self._newest, self._runner.resume_states = None, {}  # forget an earlier call
-        checkpoint = self._agree_on_checkpoint(self._find_checkpoint(resume_from_checkpoint))
+        folder, only_model = Path(self.args.output_dir), self.args.save_only_model
+        checkpoint = self._agree_on_checkpoint(find_checkpoint(resume_from_checkpoint, folder, only_model))
         own = claimed(self.args.output_dir) if self.args.process_index == 0 else contextlib.nullcontext()
         # Before all others, so that a step counts as finished even where another callback fails at its end.
         # add_callback() can only append (transformers 5.23).

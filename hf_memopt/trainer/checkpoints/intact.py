@@ -23,6 +23,23 @@ _STATE = "trainer_state.json"
 _HASHED = 16 * 2**20
 
 
+def find_checkpoint(requested: str | bool | None, output_dir: str | Path, save_only_model: bool) -> str | None:
+    """The checkpoint that a run was asked to resume from: True stands for the newest intact one, False for none.
+
+    Raises:
+        InputError: it is missing or damaged.
+    """
+    if requested is None or requested is False:
+        return None
+    if requested is not True:
+        check_intact(Path(requested), save_only_model)
+        return str(requested)
+    newest = newest_intact(output_dir, save_only_model)
+    if newest is None:
+        raise InputError(f"resume_from_checkpoint: {output_dir} holds no checkpoint-N folder")
+    return str(newest)
+
+
 def newest_intact(output_dir: str | Path, save_only_model: bool = False) -> Path | None:
     """The newest intact checkpoint-N in a run's folder; None where there is no checkpoint.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hf_memopt.errors import InputError
 from hf_memopt.files import read_json
-from hf_memopt.trainer.checkpoints.intact import check_intact, is_stale, newest_intact
+from hf_memopt.trainer.checkpoints.intact import check_intact, is_stale
 from hf_memopt.trainer.checkpoints.saving import STATE_FILE
 
 logger = logging.getLogger(__name__)
@@ -14,19 +14,6 @@ _INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 
 class SafeResume:
     """The part of MemoryTrainerMixin that decides what a run resumes from."""
-
-    def _find_checkpoint(self, requested) -> str | None:
-        """The checkpoint that train() was asked to resume from; True means the newest intact one."""
-        output_dir, only_model = Path(self.args.output_dir), self.args.save_only_model
-        if requested is None or requested is False:
-            return None
-        if requested is not True:
-            check_intact(Path(requested), only_model)
-            return str(requested)
-        newest = newest_intact(output_dir, only_model)
-        if newest is None:
-            raise InputError(f"resume_from_checkpoint: {output_dir} holds no checkpoint-N folder")
-        return str(newest)
 
     def _agree_on_checkpoint(self, checkpoint: str | None) -> str | None:
         """The same checkpoint on every process: nodes without a shared disk may have lost different ones."""
@@ -65,12 +52,11 @@ class SafeResume:
                     f"{file}: {name}={state.get(name)!r} is not a whole number of 1 or more: use another checkpoint"
                 )
         elements = state.get("piece_elements")
-        before = state | {"piece_elements": elements if isinstance(elements, int) and elements > 0 else None}
-        self.limit.adopt(before.get("piece_elements"))
-        wanted, args = before["effective_batch_size"], self.args
+        self.limit.adopt(elements if isinstance(elements, int) and elements > 0 else None)
+        wanted, args = state["effective_batch_size"], self.args
         if self._effective_batch_size() == wanted:
             return
-        if before["world_size"] == args.world_size:
+        if state["world_size"] == args.world_size:
             logger.warning(
                 "effective batch size: %d in the checkpoint, %d from here on, as set in the arguments",
                 wanted,
