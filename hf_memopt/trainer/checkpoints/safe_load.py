@@ -54,15 +54,18 @@ def without_code(checkpoint: str) -> Iterator[None]:
 
     load, refused = torch.load, []
 
-    def load_weights_only(*args, **kwargs):
+    def noting_refusals(read, *args, **kwargs):
         try:
-            return load(*args, **{**kwargs, "weights_only": True})
+            return read(*args, **kwargs)
         except pickle.UnpicklingError as error:
             refused.append(_reason(error))
             raise
 
+    def load_weights_only(*args, **kwargs):
+        return noting_refusals(load, *args, **{**kwargs, "weights_only": True})
+
     # FileSystemReader.read_metadata calls `pickle.load` by its module-level name.
-    reader = SimpleNamespace(**{**vars(pickle), "load": lambda file: _read_metadata(file, refused)})
+    reader = SimpleNamespace(**{**vars(pickle), "load": lambda file: noting_refusals(_MetadataUnpickler(file).load)})
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(torch, "load", load_weights_only))
         patches.enter_context(mock.patch.object(filesystem, "pickle", reader))
@@ -84,14 +87,6 @@ def _deepspeed_classes() -> list[type]:
         return []
     named = (name.rpartition(".") for name in _DEEPSPEED)
     return [getattr(importlib.import_module(module), name) for module, _, name in named]
-
-
-def _read_metadata(file, refused: list[str]):
-    try:
-        return _MetadataUnpickler(file).load()
-    except pickle.UnpicklingError as error:
-        refused.append(_reason(error))
-        raise
 
 
 class _MetadataUnpickler(pickle.Unpickler):
