@@ -1,6 +1,7 @@
 """Evaluation that recovers from running out of memory, and that keeps argmax tokens instead of logits."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy
@@ -106,7 +107,7 @@ class EvalRecovery:
         if self.is_in_train:
             self._runner.remember_state()  # the step is finished: the next one starts from this state
         try:
-            with _ReducedLogits(self):
+            with _reduced_logits(self):
                 return super().evaluation_loop(*args, **kwargs)
         except Exception as error:
             diagnosis = self._ending.explain(error)
@@ -172,10 +173,8 @@ class EvalRecovery:
         """Choose smaller chunks for evaluation, or end the run where these would not give the same results."""
         samples = min(self._evaluated_at_once or self.count_samples(inputs), self.count_samples(inputs))
         reason = "" if diagnosis.helps_on(self.args.device) else "no smaller evaluation batch helps there"
-        reason = reason or why_not_evaluated_in_chunks(self)
-        if samples <= 1:
-            reason = reason or "the evaluation batch is one sample"
-        if reason:
+        one_sample = "the evaluation batch is one sample" if samples <= 1 else ""
+        if reason := reason or why_not_evaluated_in_chunks(self) or one_sample:
             self._ending.end_run("eval", diagnosis, why=reason, intact=holds_whole_model(self))
         self._evaluated_at_once, self._eval_failure = samples // 2, diagnosis
         self._recovered("eval", diagnosis, samples, samples // 2)
@@ -202,36 +201,29 @@ def join(parts: list, counts: list[int]):
     raise InputError(f"an output is a {type(first).__name__}")
 
 
-class _ReducedLogits:
+@contextmanager
+def _reduced_logits(trainer: "MemoryTrainer") -> Iterator[None]:
     """A context in which a language model's logits are reduced to their argmax before they are kept for metrics."""
+    metrics, own = trainer.compute_metrics, trainer.preprocess_logits_for_metrics
+    if not trainer.memory_args.reduce_eval_logits or metrics is None or own is not None:
+        yield
+        return
+    vocabulary: int | None = None  # of the logits that were reduced
 
-    def __init__(self, trainer: "MemoryTrainer") -> None:
-        self.trainer = trainer
-        self.applies = (
-            trainer.memory_args.reduce_eval_logits
-            and trainer.compute_metrics is not None
-            and trainer.preprocess_logits_for_metrics is None
-        )
-        self.vocabulary: int | None = None  # of the logits that were reduced
-
-    def __enter__(self):
-        if self.applies:
-            self.metrics = self.trainer.compute_metrics
-            self.trainer.preprocess_logits_for_metrics = self._reduce
-            self.trainer.compute_metrics = self._with_argmax
-
-    def __exit__(self, *_):
-        if self.applies:
-            self.trainer.preprocess_logits_for_metrics = None
-            self.trainer.compute_metrics = self.metrics
-
-    def _reduce(self, logits, labels):
+    def reduce(logits, labels):
+        nonlocal vocabulary
         if isinstance(logits, torch.Tensor) and logits.dim() == 3:
-            self.vocabulary = logits.shape[-1]
+            vocabulary = logits.shape[-1]
             return logits.argmax(-1)
         return logits
 
-    def _with_argmax(self, prediction, *args, **kwargs):
-        if self.vocabulary is not None:
-            prediction.predictions = ArgmaxLogits(prediction.predictions, self.vocabulary)
-        return self.metrics(prediction, *args, **kwargs)
+    def with_argmax(prediction, *args, **kwargs):
+        if vocabulary is not None:
+            prediction.predictions = ArgmaxLogits(prediction.predictions, vocabulary)
+        return metrics(prediction, *args, **kwargs)
+
+    trainer.preprocess_logits_for_metrics, trainer.compute_metrics = reduce, with_argmax
+    try:
+        yield
+    finally:
+        trainer.preprocess_logits_for_metrics, trainer.compute_metrics = None, metrics
