@@ -59,24 +59,20 @@ class StepWatch(TorchDispatchMode):
         if not self.wrote:  # before it runs: one that fails may have begun
             written = (args[at] if at < len(args) else kwargs.get(name) for at, name in _written(func))
             self.wrote = any(_storage(tensor) not in self._made for tensor in _tensors(written))
+        failure = None
         try:
             out = func(*args, **kwargs)
         except Exception as error:
             failure = diagnose(error)
             if not (failure.smaller_batch_helps and _can_repeat(func)):
                 raise
-        else:
-            self._note_made(func, out)
-            return out
-        free_memory()
-        out = func(*args, **kwargs)
-        self.repeated.append(failure.message)
-        self._note_made(func, out)
-        return out
-
-    def _note_made(self, func, out) -> None:
+        if failure is not None:
+            free_memory()
+            out = func(*args, **kwargs)
+            self.repeated.append(failure.message)
         if not self.wrote and _makes(func):
             self._made.update(map(_storage, _tensors(out)))
+        return out
 
 
 @cache

@@ -60,11 +60,9 @@ def assess_recoverability(trainer: "MemoryTrainer") -> Recoverability:
     if kind is not None and getattr(trainer, "padding_free", False) and kind.__name__ == "SFTTrainer":
         layout = UnpaddedLayout()
     own_loss, why_not = _own_loss(trainer)
-    if reason := _why_not_repeated(trainer, kind) or _why_no_step_repeats(trainer) or why_not:
-        return Recoverability(layout, repeats=False, splits=False, reason=reason, own_loss=own_loss)
-    if reason := _why_not_split(trainer, kind):
-        return Recoverability(layout, splits=False, reason=reason, own_loss=own_loss)
-    return Recoverability(layout, own_loss=own_loss)
+    not_again = _why_not_repeated(trainer, kind) or _why_no_step_repeats(trainer) or why_not
+    reason = not_again or _why_not_split(trainer, kind)
+    return Recoverability(layout, repeats=not not_again, splits=not reason, reason=reason, own_loss=own_loss)
 
 
 def why_not_evaluated_in_chunks(trainer: "MemoryTrainer") -> str:
