@@ -58,8 +58,9 @@ def loader_by_tokens(trainer: "MemoryTrainer"):
     seed = args.seed if args.data_seed is None else args.data_seed
     sampler = SeedableRandomSampler(data, data_seed=seed)
     if trainer.packing:
-        rows = args.per_device_train_batch_size
-        batches = PackedBatches(sampler, lengths, trainer.packing, rows, trainer.batches, seed)
+        batches = PackedBatches(
+            sampler, lengths, trainer.packing, args.per_device_train_batch_size, trainer.batches, seed
+        )
     else:
         batches = TokenBudgetBatches(sampler, lengths, budget, trainer.batches, seed)
     loader = torch.utils.data.DataLoader(

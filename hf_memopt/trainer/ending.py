@@ -179,10 +179,9 @@ class Ending:
     def _checkpoint(self, intact: bool) -> str | None:
         """The folder to resume from: this step's, where it can be saved now, else the newest that this run wrote."""
         trainer = self._trainer
-        saves = trainer.args.should_save
         # Other processes than the first save only their random states. An interrupted update does not change these,
         # and the first process needs them where it is one step ahead.
-        can_save = intact and trainer.state.global_step > 0 if saves else holds_whole_model(trainer)
+        can_save = intact and trainer.state.global_step > 0 if trainer.args.should_save else holds_whole_model(trainer)
         state = trainer._runner.resume_state
         # A user's own loss may have changed weights before it failed.
         unchanged = state is not None and state.written == trainer._runner.buffers.written()

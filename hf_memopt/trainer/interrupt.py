@@ -124,8 +124,8 @@ class _StopAtStepEnd(TrainerCallback):
             self.signal = number
             if self.trainer.args.process_index == 0:
                 again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
-                line = f"\nstopping at the end of step {self.trainer.state.global_step + 1}{again}\n"
-                os.write(2, line.encode())  # print() is not reentrant, and the handler may have interrupted one
+                # print() is not reentrant, and the handler may have interrupted one.
+                os.write(2, f"\nstopping at the end of step {self.trainer.state.global_step + 1}{again}\n".encode())
         # Schedulers send SIGTERM more than once, to a launcher and to its processes; people press Ctrl-C twice, which
         # torchrun passes on as SIGINT and then SIGTERM.
         elif signal.SIGINT in (number, self.signal):
@@ -166,9 +166,8 @@ class _StopAtStepEnd(TrainerCallback):
     def save_last_step(self) -> None:
         """Save the last finished step where training stopped within the next one."""
         trainer, runner = self.trainer, self.trainer._runner
-        if self._updating or not (self._saves() and runner.recovers and trainer.state.global_step):
-            return
-        trainer.emergency_checkpoint()
+        if not self._updating and self._saves() and runner.recovers and trainer.state.global_step:
+            trainer.emergency_checkpoint()
 
     def ending(self, why: str = ""):
         """The exception that ends the run."""

@@ -114,20 +114,18 @@ def _predicted(trainer: "MemoryTrainer") -> tuple[dict[str, int], list[dict[str,
         raise InputError(f"one sample of {kind.__name__} is not traced after a failure")
     config = copy.deepcopy(trainer.model.config)
     quantization = config.__dict__.pop("quantization_config", None)
-    peft = getattr(trainer.model, "peft_config", {}).get("default")
     micro = trainer._runner.running[0]
     shapes = tensor_shapes(micro.inputs).values() if micro is not None else ()
     length = max((shape[1] for shape in shapes if len(shape) > 1), default=0)
     if not length:
         raise InputError("the batch has no tokens")
-    dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
     fields = read_trainer_fields(trainer) | {"per_device_train_batch_size": 1}  # the smallest there is
     job = describe(
         config,
         fields,
         length,
-        peft_config=peft,
-        dtype=dtype,
+        peft_config=getattr(trainer.model, "peft_config", {}).get("default"),
+        dtype=str(next(trainer.model.parameters()).dtype).removeprefix("torch."),
         quantization_config=quantization,
         memory_args=trainer.memory_args,
     )
