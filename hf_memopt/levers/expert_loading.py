@@ -42,13 +42,12 @@ def _with_experts(plain: type, peft_config) -> type:
     class Quantizer(plain):
         def _process_model_before_weight_loading(self, model, device_map, **kwargs):
             super()._process_model_before_weight_loading(model, device_map, **kwargs)
-            skipped = self.modules_to_not_convert
             self._experts = {
                 f"{path}.{name}": (module, name)
                 for path, module in model.named_modules()
                 for name, _ in expert_weights(module)
                 if not self.pre_quantized
-                and should_convert_module(path, skipped)
+                and should_convert_module(path, self.modules_to_not_convert)
                 and not stays(path, module, peft_config)
             }
 

@@ -220,12 +220,8 @@ class Streamer:
 
     def install(self) -> None:
         """Replace the methods that run, save and load what is streamed."""
-        for unit in self._layers:
-            replace(unit.module, "forward", self._of_layer(unit, unit.module.forward))
-        if self._embedding is not None:
-            replace(self._embedding.module, "forward", self._of_layer(self._embedding, self._embedding.module.forward))
-        if self._head is not None:
-            replace(self._head.module, "forward", self._of_head(self._head, self._head.module.forward))
+        for unit in self.units:
+            replace(unit.module, "forward", self._of_unit(unit, unit.module.forward))
         for module in self.inner.modules():
             own = {name: self._weights[id(w)] for name, w in module.named_parameters(recurse=False) if self.streams(w)}
             if own:
@@ -295,7 +291,7 @@ class Streamer:
         run.streamer = self
         return run
 
-    def _of_layer(self, unit: Unit, forward):
+    def _of_unit(self, unit: Unit, forward):
         # Outside of activation checkpointing, which is a part of the class's forward: a recomputation does not come
         # here, but runs behind the hook of the layer's output.
         @functools.wraps(forward)
@@ -303,27 +299,14 @@ class Streamer:
             if self.lanes is None:
                 return forward(*args, **kwargs)
             self._fetch(unit, unit.after)
+            # While a model trains, its backward pass comes next and begins at the head, which stays until then.
+            stays = unit is self._head and torch.is_grad_enabled()
             try:
                 output = forward(*args, **kwargs)
             finally:
-                self._release(unit)
+                if not stays:
+                    self._release(unit)
             self._follow_backward(unit, output)
-            return output
-
-        return run
-
-    def _of_head(self, unit: Unit, forward):
-        # While a model trains, its backward pass comes next and begins here: the head stays until then.
-        @functools.wraps(forward)
-        def run(*args, **kwargs):
-            if self.lanes is None:
-                return forward(*args, **kwargs)
-            self._fetch(unit, None)
-            output = forward(*args, **kwargs)
-            if torch.is_grad_enabled():
-                self._follow_backward(unit, output)
-            else:
-                self._release(unit)
             return output
 
         return run
