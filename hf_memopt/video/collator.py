@@ -77,22 +77,18 @@ def join(parts: list[dict], in_one_sample: bool = False) -> dict[str, Any]:
         tensors = [tensor for each in held for tensor in (each if isinstance(each, list) else [each])]
         if one_row and name.startswith("pixel_values"):
             joined[name] = torch.cat(tensors, dim=-1)
-        elif not row_per_sample:
-            joined[name] = _concatenate(name, tensors, with_sizes="image_sizes" in names)
-        elif in_one_sample:
+        elif row_per_sample and in_one_sample:
             joined[name] = torch.cat(tensors, dim=1)
-        else:
+        elif row_per_sample:
             blank = tensors[0].new_zeros(1, 1, *tensors[0].shape[2:])  # a sample without media
             joined[name] = _pad_and_concatenate([part.get(name, blank) for part in parts])
+        elif len({tensor.shape[1:] for tensor in tensors}) == 1:
+            joined[name] = torch.cat(tensors)
+        elif name == "pixel_values_videos" or "image_sizes" not in names:
+            joined[name] = tensors  # without sizes, padding would be taken for tiles
+        else:
+            joined[name] = _pad_and_concatenate(tensors)  # images split into unequal numbers of tiles
     return joined
-
-
-def _concatenate(name: str, tensors: list[torch.Tensor], with_sizes: bool):
-    if len({tensor.shape[1:] for tensor in tensors}) == 1:
-        return torch.cat(tensors)
-    if name == "pixel_values_videos" or not with_sizes:  # without sizes, padding would be taken for tiles
-        return tensors
-    return _pad_and_concatenate(tensors)  # images split into unequal numbers of tiles
 
 
 def _pad_and_concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -129,9 +125,9 @@ def check_packing(config) -> None:
     text = config.get_text_config()
     layer_types = set(getattr(text, "layer_types", None) or ()) - _ATTENTION
     if config.model_type not in PACKED:
-        tested = ", ".join(PACKED)
         raise InputError(
-            f"packing: not tested for models of the type {config.model_type}, only for {tested}; leave it out"
+            f"packing: not tested for models of the type {config.model_type}, only for {', '.join(PACKED)}; leave it "
+            "out"
         )
     if layer_types:
         raise InputError(

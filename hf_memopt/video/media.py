@@ -115,7 +115,7 @@ class MediaEncoder:
         Raises:
             BadVideo: the file is missing or cannot be decoded.
         """
-        limits = self._frame_limits(medium, self.limits.max_frames)
+        limits = self._frame_limits(medium)
         if medium.kind == "image":
             image = open_image(self.open_source(medium.source))
             height, width = limits.frame_size(image.height, image.width, 1)
@@ -139,7 +139,7 @@ class MediaEncoder:
         Raises:
             BadVideo: the file is missing or no video.
         """
-        source, limits = self._open_clip(medium), self._frame_limits(medium, self.limits.max_frames)
+        source, limits = self._open_clip(medium), self._frame_limits(medium)
         return outline_frames(source, limits) if isinstance(source, list) else outline_clip(source, limits)
 
     def _open_clip(self, medium: Medium) -> Path | io.BytesIO | list[Path]:
@@ -159,10 +159,10 @@ class MediaEncoder:
         path = Path(source).expanduser()
         return path if path.is_absolute() else self.folder / path
 
-    def _frame_limits(self, medium: Medium, max_frames: int | None) -> FrameLimits:
+    def _frame_limits(self, medium: Medium) -> FrameLimits:
         limits = self.limits
         return FrameLimits(
-            max_frames,
+            limits.max_frames,
             limits.fps,
             self.temporal_patch_size,
             limits.max_pixels_per_frame,
@@ -187,10 +187,15 @@ class MediaEncoder:
             "height": frames.shape[2],
             "width": frames.shape[3],
         }
-        videos = [torch.from_numpy(frames)]
-        # Some processors write timestamps from the metadata that others drop unless it is asked for.
-        inputs = {"videos": videos, "video_metadata": [metadata], "do_sample_frames": False, "return_metadata": True}
-        return replace(self._process("video", len(frames), **inputs), duration=clip.duration)
+        encoded = self._process(
+            "video",
+            len(frames),
+            videos=[torch.from_numpy(frames)],
+            video_metadata=[metadata],
+            do_sample_frames=False,
+            return_metadata=True,  # some processors write timestamps from it that others drop unless it is asked for
+        )
+        return replace(encoded, duration=clip.duration)
 
     def _process(self, kind: str, frames: int, **media) -> EncodedMedium:
         """The processor's output for one medium alone: a prompt of its placeholder alone."""

@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import re
+from collections.abc import Iterator
 
 import torch
 
@@ -38,13 +39,18 @@ def vision_parts(model) -> tuple[str, list[str]]:
 
 def frozen_parts(model) -> tuple[str, ...]:
     """The PARTS without a trained weight."""
-    tower, projectors = vision_parts(model)
-    trained = {"vision": False, "projector": False}
-    for name, weight in inner_model(model).named_parameters():
-        in_projector = any(name.startswith(f"{part}.") for part in projectors)
-        if weight.requires_grad and (in_projector or name.startswith(f"{tower}.")):
-            trained["projector" if in_projector else "vision"] = True
-    return tuple(part for part in PARTS if not trained[part])
+    weights = _part_weights(inner_model(model), *vision_parts(model))
+    trained = {part for part, weight in weights if weight.requires_grad}
+    return tuple(part for part in PARTS if part not in trained)
+
+
+def _part_weights(inner, tower: str, projectors: list[str]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The weights of vision tower and projector, each with its part; the arguments as vision_parts() names them."""
+    for name, weight in inner.named_parameters():
+        if any(name.startswith(f"{part}.") for part in projectors):
+            yield "projector", weight
+        elif name.startswith(f"{tower}."):
+            yield "vision", weight
 
 
 def train_parts(model, peft_config, frozen: tuple[str, ...]):
@@ -54,13 +60,19 @@ def train_parts(model, peft_config, frozen: tuple[str, ...]):
         peft_config: a LoraConfig, or None for full fine-tuning.
         frozen: of PARTS.
     """
-    _freeze(model, frozen)
+    tower, projectors = vision_parts(model)
+    for part, weight in _part_weights(model, tower, projectors):
+        if part in frozen:
+            weight.requires_grad_(False)
+    if "vision" in frozen and tower:
+        for module in model.get_submodule(tower).modules():
+            if hasattr(module, "get_input_embeddings"):
+                replace(module, "get_input_embeddings", _no_embeddings)
     if peft_config is None:
         return model
     if peft_config.exclude_modules is None:
         peft_config = copy.copy(peft_config)
         # LoraConfig's `exclude_modules` for the frozen parts; None where nothing is frozen.
-        tower, projectors = vision_parts(model)
         patterns = []
         if "vision" in frozen and tower:
             inside = [name.removeprefix(f"{tower}.") for name in projectors if name.startswith(f"{tower}.")]
@@ -70,19 +82,6 @@ def train_parts(model, peft_config, frozen: tuple[str, ...]):
             patterns += [rf"{re.escape(name)}(\..*)?" for name in projectors]
         peft_config.exclude_modules = "|".join(patterns) or None
     return add_adapters(model, peft_config)
-
-
-def _freeze(model, frozen: tuple[str, ...]) -> None:
-    tower, projectors = vision_parts(model)
-    for name, weight in model.named_parameters():
-        in_projector = any(name.startswith(f"{part}.") for part in projectors)
-        in_tower = name.startswith(f"{tower}.") and not in_projector
-        if (in_tower and "vision" in frozen) or (in_projector and "projector" in frozen):
-            weight.requires_grad_(False)
-    if "vision" in frozen and tower:
-        for part in model.get_submodule(tower).modules():
-            if hasattr(part, "get_input_embeddings"):
-                replace(part, "get_input_embeddings", _no_embeddings)
 
 
 def _no_embeddings() -> None:

@@ -159,8 +159,11 @@ class TorchVideoProcessor(PushToHubMixin):
         from transformers.video_utils import VideoMetadata
 
         (frames,), (metadata,) = videos, video_metadata
-        tensors = prepare_frames(self.family, self.settings, torch.as_tensor(frames))
-        return {**tensors, "video_metadata": [VideoMetadata(**metadata)]}
+        return {**self.prepare(frames), "video_metadata": [VideoMetadata(**metadata)]}
+
+    def prepare(self, frames) -> dict[str, torch.Tensor]:
+        """The model's tensors for the frames of one clip, (frames, 3, height, width)."""
+        return prepare_frames(self.family, self.settings, torch.as_tensor(frames))
 
     def to_dict(self) -> dict[str, Any]:
         """The video processor configuration that a checkpoint saves."""

@@ -5,7 +5,6 @@ import logging
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -176,13 +175,9 @@ def outline_encoder(encode: Encoder) -> Encoder:
 class ShapeProcessor(TorchVideoProcessor):
     """A family's video processor, for shapes alone."""
 
-    def __call__(self, videos, video_metadata, **_) -> dict[str, Any]:
-        from transformers.video_utils import VideoMetadata
-
-        (frames,), (metadata,) = videos, video_metadata
+    def prepare(self, frames) -> dict[str, torch.Tensor]:
         size = self.family.resize_steps(self.settings, len(frames), *frames.shape[-2:])[-1]
-        tensors = self.family.layout(self.settings, torch.empty(len(frames), 3, *size, device="meta"))
-        return {**tensors, "video_metadata": [VideoMetadata(**metadata)]}
+        return self.family.layout(self.settings, torch.empty(len(frames), 3, *size, device="meta"))
 
 
 @dataclass(frozen=True)
@@ -205,7 +200,7 @@ class OutlineEncoder(MediaEncoder):
             from PIL import Image
 
             height, width = image_size(self.open_source(medium.source))
-            size = self._frame_limits(medium, self.limits.max_frames).frame_size(height, width, 1)
+            size = self._frame_limits(medium).frame_size(height, width, 1)
             if size not in self.images:
                 encoded = self._process("image", 0, images=[Image.new("RGB", size[::-1])])
                 shapes = {
