@@ -231,7 +231,7 @@ class Place:
 
     def _line(self) -> int | None:
         path = Path(self.source).expanduser() if self.source else Path()
-        if path.suffix not in (".jsonl", ".json", ".csv", ".txt") or not path.is_file():
+        if path.suffix not in READERS or not path.is_file():
             return None
         if self.row is None:
             return find_line(path, lambda number, _: number == self.number)

@@ -139,8 +139,7 @@ def open_splits(source: str, config: str | None = None, streaming: bool = False,
     Raises:
         InputError: there is no such source, or it cannot be read.
     """
-    opened = _open(source, config, streaming, with_media)
-    return {name: _undecoded(rows) for name, rows in opened.items()}
+    return {name: _undecoded(rows) for name, rows in _open(source, config, streaming, with_media).items()}
 
 
 def _open(source: str, config: str | None, streaming: bool, with_media: bool) -> dict:

@@ -44,8 +44,7 @@ def packed(rows, tokenizer, length: int, source: str = "", shorter: bool = False
         return {"input_ids": blocks, "labels": [list(ids) for ids in blocks]}
 
     described = [{"desc": "tokenizing"}, {"desc": "packing"}] if hasattr(rows, "__len__") else [{}, {}]
-    settings = {"batched": True, "remove_columns": rows.column_names}
-    tokenized = rows.map(tokenize, **settings, **described[0])
+    tokenized = rows.map(tokenize, batched=True, remove_columns=rows.column_names, **described[0])
     blocks = tokenized.map(block, batched=True, remove_columns=["ids"], **described[1])
     if shorter and next(iter(blocks), None) is None:
         whole = {"batched": True, "batch_size": None, "fn_kwargs": {"shorter": True}}

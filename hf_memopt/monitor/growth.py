@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import StatisticsError, correlation, median
 
 ADVICE = {
     "leak": "something keeps tensors from step to step: look for losses or outputs stored without detach() or "
@@ -81,9 +81,7 @@ class GrowthDiagnosis:
 
     def _follows_the_data(self) -> bool:
         """True if peaks and batch sizes rise and fall together (a correlation of 0.8 or more)."""
-        peaks = [step.peak for step in self._seen]
-        sizes = [step.elements for step in self._seen]
-        mean_peak, mean_size = sum(peaks) / len(peaks), sum(sizes) / len(sizes)
-        above = [(peak - mean_peak, size - mean_size) for peak, size in zip(peaks, sizes, strict=True)]
-        spread = sum(a * a for a, _ in above) * sum(b * b for _, b in above)
-        return spread > 0 and sum(a * b for a, b in above) / spread**0.5 >= 0.8
+        try:
+            return correlation([step.peak for step in self._seen], [step.elements for step in self._seen]) >= 0.8
+        except StatisticsError:  # peaks or sizes are all the same
+            return False

@@ -137,14 +137,13 @@ class Reader:
 
     def _read_cpu(self, host) -> dict:
         resident, peak = host["host_resident"], peak_resident()
-        capacity = self._host_memory
         return {
             "allocated": resident,
             "reserved": resident,
             "peak_allocated": peak,
             "peak_reserved": peak,
-            "used": max(resident, capacity - host["host_available"]),
-            "capacity": capacity,
+            "used": max(resident, self._host_memory - host["host_available"]),
+            "capacity": self._host_memory,
             "retries": 0,
         }
 
