@@ -6,6 +6,8 @@ NVIDIA through NVML (nvidia-ml-py), AMD through amdsmi (part of ROCm) or rocm-sm
 import json
 import platform
 import plistlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -63,18 +65,26 @@ def read_devices() -> list[Device]:
     return [*_nvidia(), *_amd(), *_apple(), _host()]
 
 
-def _nvidia() -> list[Device]:
+@contextmanager
+def nvml() -> Iterator[tuple[Any, list]]:
+    """pynvml and the handles of its cards; none where nvidia-ml-py or the driver's library is missing, or has no card:
+    each in an error of its own."""
     try:
         import pynvml
-    except ImportError:
-        return []
-    try:
+
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []  # no driver
+    except Exception:
+        yield None, []
+        return
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        devices = []
+        yield pynvml, [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvidia() -> list[Device]:
+    devices = []
+    with nvml() as (pynvml, handles):
         for handle in handles:
             memory, label = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetName(handle)
             try:
@@ -87,9 +97,7 @@ def _nvidia() -> list[Device]:
                 running = []
             processes = [Process(entry.pid, _name(entry.pid), entry.usedGpuMemory) for entry in running]
             devices.append(Device(label, "nvidia", memory.used, memory.total, busy, _sorted(processes)))
-        return devices
-    finally:
-        pynvml.nvmlShutdown()
+    return devices
 
 
 def _amd() -> list[Device]:

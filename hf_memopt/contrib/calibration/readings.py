@@ -4,6 +4,8 @@ import os
 from contextlib import contextmanager
 from pathlib import Path
 
+from hf_memopt.monitor.device_usage import nvml
+
 
 def accelerator() -> str:
     """The device that is measured: cuda (ROCm's too), mps, or cpu for a rehearsal."""
@@ -19,24 +21,12 @@ def driver_bytes() -> dict[str, int]:
     is to be measured."""
     # Memory by PCI address, from the amdgpu driver's files: neither amdsmi nor rocm-smi need be installed.
     files = Path("/sys/bus/pci/devices").glob("*/mem_info_vram_used")
-    return {**_nvidia_bytes(), **{file.parent.name: int(file.read_text()) for file in files}}
-
-
-def _nvidia_bytes() -> dict[str, int]:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # nvidia-ml-py or the driver's library is missing, or has no card: each in an error of its own
-        return {}
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return {
+    with nvml() as (pynvml, handles):
+        nvidia = {
             pynvml.nvmlDeviceGetUUID(handle).removeprefix("GPU-"): pynvml.nvmlDeviceGetMemoryInfo(handle).used
             for handle in handles
         }
-    finally:
-        pynvml.nvmlShutdown()
+    return {**nvidia, **{file.parent.name: int(file.read_text()) for file in files}}
 
 
 def this_card(used: dict[str, int]) -> str:
