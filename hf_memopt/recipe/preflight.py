@@ -82,17 +82,9 @@ def problems(launch: Launch) -> Iterator[str]:
     """Every reason why a job would fail."""
     if launch.cannot_start:
         yield launch.cannot_start
-    yield from _sizes(launch)
-    yield from _batches(launch)
-    yield from _loading(launch)
-    yield from _operators(launch)
-    for lock in launch.locks:
-        yield f"{lock} is left of a compilation that was killed, and DeepSpeed would wait for it for ever: delete it"
-    yield from _buffer_size(launch)
-    yield from _buffer_count(launch)
-    yield from _locked_memory(launch)
-    yield from _host_memory(launch)
-    yield from _disk(launch)
+    checks = (_sizes, _batches, _loading, _operators, _buffer_size, _buffer_count, _locked_memory, _host_memory, _disk)
+    for check_part in checks:
+        yield from check_part(launch)
 
 
 def check(launch: Launch) -> None:
@@ -146,6 +138,8 @@ def _operators(launch: Launch) -> Iterator[str]:
             if not launch.compiles.get(name, True):
                 needs = "libaio-dev and a C++ compiler" if name == "async_io" else "a C++ compiler (g++)"
                 yield f"{part}.device={device} needs DeepSpeed's {name}, which cannot be built here: install {needs}"
+    for lock in launch.locks:
+        yield f"{lock} is left of a compilation that was killed, and DeepSpeed would wait for it for ever: delete it"
 
 
 def _buffer_size(launch: Launch) -> Iterator[str]:
