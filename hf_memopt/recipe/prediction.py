@@ -105,9 +105,14 @@ def _estimate_trainer(job: Job, trainer, batch: PeakBatch | None = None) -> Esti
 
     described = describe_trainer(trainer, job.preset.hardware, None, None)
     if batch is not None:
-        fields = described.fields | ({} if batch.with_gradients else {"gradient_accumulation_steps": 1})
-        described = replace(described, fields=fields, seq_len=batch.shape[1], padded=is_padded(batch.tensors))
-        described = replace(described, inputs=batch.tensors, eval_inputs=described.eval_inputs and batch.tensors)
+        described = replace(
+            described,
+            fields=described.fields | ({} if batch.with_gradients else {"gradient_accumulation_steps": 1}),
+            seq_len=batch.shape[1],
+            padded=is_padded(batch.tensors),
+            inputs=batch.tensors,
+            eval_inputs=described.eval_inputs and batch.tensors,
+        )
     return estimate_job(described)
 
 

@@ -166,9 +166,9 @@ class MemoryTrainerMixin(EvalRecovery, GenerationRecovery, SafeResume, SafeLoad,
             self.label_smoother = None  # the chunked loss smooths labels itself
 
     def _move_model_to_device(self, model, device) -> None:
-        if self.memory_args.weight_streaming and streamer_of(model) is None:
-            return  # _apply_levers() does it, once what is streamed lies in host memory
-        super()._move_model_to_device(model, device)
+        # Else _apply_levers() does it, once what is streamed lies in host memory.
+        if not self.memory_args.weight_streaming or streamer_of(model) is not None:
+            super()._move_model_to_device(model, device)
 
     def _engine(self) -> Engine:
         if self.is_distributed_loading_by_transformers:

@@ -47,9 +47,8 @@ def measurements(device: Hardware, rehearse: bool) -> list[Measurement]:
     precision = {"bf16": True} if device.native_bf16 else half_precision
 
     def fitted(setting: Setting) -> Setting:
-        half = setting.dtype == "bfloat16" and not device.native_bf16
-        setting = dataclasses.replace(setting, fields={**setting.fields, **precision})
-        setting = dataclasses.replace(setting, dtype="float32") if half else setting
+        dtype = "float32" if setting.dtype == "bfloat16" and not device.native_bf16 else setting.dtype
+        setting = dataclasses.replace(setting, fields={**setting.fields, **precision}, dtype=dtype)
         return setting.rehearsed() if rehearse else setting
 
     small = fitted(Setting("small", "smollm2-135m", length=256))

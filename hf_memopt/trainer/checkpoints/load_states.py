@@ -112,10 +112,9 @@ class SafeLoad:
         return diagnosis
 
     def _load_rng_state(self, checkpoint):
-        if checkpoint is None:
-            return
-        with _loading(checkpoint):
-            super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            with _loading(checkpoint):
+                super()._load_rng_state(checkpoint)
 
 
 @contextlib.contextmanager

@@ -143,8 +143,12 @@ class SafeCheckpoints:
         # trainer_state.json. It checks before the first process renames its folder, which a network disk may go on
         # showing for a while.
         written = run / UNFINISHED / name
-        on_own_disk = self.accelerator.is_local_main_process and not self.args.should_save
-        on_own_disk = on_own_disk and written.is_dir() and not (written / "trainer_state.json").is_file()
+        on_own_disk = (
+            self.accelerator.is_local_main_process
+            and not self.args.should_save
+            and written.is_dir()
+            and not (written / "trainer_state.json").is_file()
+        )
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             self._finish(written, run / name)

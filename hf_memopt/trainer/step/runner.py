@@ -263,9 +263,8 @@ class StepRunner:
         """True if a chunk failed for another reason than memory: the model does not accept parts of this batch (image
         patches that belong to other samples). The micro-batch then runs whole."""
         micro, samples = self.running
-        if samples >= micro.samples or self._rule is None or self._trainer.args.world_size > 1:
-            return False
-        if diagnose(error).kind is not OomKind.NOT_MEMORY:
+        whole = samples >= micro.samples or self._rule is None
+        if whole or self._trainer.args.world_size > 1 or diagnose(error).kind is not OomKind.NOT_MEMORY:
             return False
         failed = f"a chunk of it fails ({type(error).__name__}: {one_line(error)})"
         self.refuse(str(error) if isinstance(error, InputError) else failed, self.recovers)
