@@ -7,9 +7,11 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
+from typing import IO
 from urllib.parse import urlsplit
 
 from hf_memopt.errors import InputError, one_line
@@ -57,18 +59,13 @@ class Downloads:
         if not path.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_abandoned(self.folder)
-            # Written beside and renamed: another process may download the same file, or this one may end halfway.
-            handle, partial = tempfile.mkstemp(dir=self.folder, suffix=PARTIAL)
             try:
-                with os.fdopen(handle, "wb") as file, _OPENER.open(url, timeout=_SECONDS) as response:
+                with written_beside(path) as file, _OPENER.open(url, timeout=_SECONDS) as response:
                     self._copy(response, file, url)
-                os.replace(partial, path)
             except InputError:
                 raise
             except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
                 raise BadVideo(f"{display_url(url)}: cannot be downloaded ({one_line(error)})") from error
-            finally:
-                Path(partial).unlink(missing_ok=True)
         return path
 
     def _copy(self, response, file, url: str) -> None:
@@ -111,13 +108,26 @@ for _handler in (
     _OPENER.add_handler(_handler())
 
 
-PARTIAL = ".part"
+_PARTIAL = ".part"
 _ABANDONED = 3600  # seconds without a byte: downloads give up much earlier
+
+
+@contextlib.contextmanager
+def written_beside(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is renamed to `path` at the end: another process may write the same one, or this one may end
+    halfway, and readers never see half a file."""
+    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=_PARTIAL)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.replace(partial, path)
+    finally:
+        Path(partial).unlink(missing_ok=True)
 
 
 def remove_abandoned(folder: Path) -> None:
     """Remove the partial files of a folder to which nobody writes any more."""
-    for path in folder.glob(f"*{PARTIAL}"):
+    for path in folder.glob(f"*{_PARTIAL}"):
         with contextlib.suppress(FileNotFoundError):  # another process removes them, too
             if time.time() - path.stat().st_mtime > _ABANDONED:
                 path.unlink()

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import tempfile
 import time
 import zipfile
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.units import GIB
 from hf_memopt.video.clips import Clip, read_clip
-from hf_memopt.video.downloads import PARTIAL, remove_abandoned
+from hf_memopt.video.downloads import remove_abandoned, written_beside
 from hf_memopt.video.frame_limits import FrameLimits
 
 logger = logging.getLogger(__name__)
@@ -113,12 +112,6 @@ def _mark_used(path: Path) -> None:
 
 
 def _write(path: Path, clip: Clip) -> None:
-    # Written beside and renamed: readers never see half a file.
-    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=PARTIAL)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            numpy.savez(file, **vars(clip))
-        _mark_used(Path(partial))
-        os.replace(partial, path)
-    finally:
-        Path(partial).unlink(missing_ok=True)
+    with written_beside(path) as file:
+        numpy.savez(file, **vars(clip))
+    _mark_used(path)

@@ -48,8 +48,8 @@ def open_image(source: Path | io.BytesIO):
     """
     from PIL import ImageOps
 
-    with _readable(source):
-        return ImageOps.exif_transpose(_open(source)).convert("RGB")
+    with _opened(source) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def image_size(source: Path | io.BytesIO) -> tuple[int, int]:
@@ -58,25 +58,18 @@ def image_size(source: Path | io.BytesIO) -> tuple[int, int]:
     Raises:
         BadVideo: it is no image.
     """
-    with _readable(source):
-        image = _open(source)
+    with _opened(source) as image:
         turned = image.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS
         return (image.width, image.height) if turned else (image.height, image.width)
 
 
-def _open(source: Path | io.BytesIO):
-    from PIL import Image
-
-    return Image.open(source)
-
-
 @contextlib.contextmanager
-def _readable(source: Path | io.BytesIO):
-    """Errors of a file within this context are BadVideo."""
+def _opened(source: Path | io.BytesIO):
+    """A PIL image, not decoded yet; errors of a file within this context are BadVideo."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        yield
+        yield Image.open(source)
     except MemoryError as error:
         raise out_of_host_memory(source, error) from error
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
