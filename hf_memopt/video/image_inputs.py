@@ -13,7 +13,7 @@ import torch
 
 from hf_memopt.errors import InputError, as_input_error
 from hf_memopt.video.frame_limits import capped_size, parse_frame_size
-from hf_memopt.video.inputs import ClipShape, VideoInputs, at_least_one
+from hf_memopt.video.inputs import ClipShape, VideoInputs, at_least_one, seen_pixels
 from hf_memopt.video.processor import published_settings, read_json
 
 _IMAGE_TYPE = 1  # of mm_token_type_ids: transformers' ProcessorMixin.create_mm_token_type_ids
@@ -56,10 +56,9 @@ class ImageInputs(VideoInputs):
 
     def summary(self, config) -> str:
         tensors, images, tokens, *_ = self.clip(config)
-        seen = tensors["pixel_values"].shape
-        seen = f"{seen[0]:,} patches" if len(seen) == 2 else f"{seen[-2]} × {seen[-1]} pixels each"
         several = f"{images} images" if images > 1 else "an image"
-        return f"{several} of {self.width} × {self.height} → {seen} → {images * tokens:,} tokens"
+        pixels = seen_pixels(tensors)
+        return f"{several} of {self.width} × {self.height} → {pixels} → {images * tokens:,} tokens"
 
 
 def image_inputs(model, config, settings: dict[str, Any], seq_len: int | None) -> ImageInputs | None:

@@ -137,11 +137,15 @@ class VideoInputs:
     def summary(self, config) -> str:
         """One line for people: frames, the pixels that the model sees, tokens."""
         tensors, steps, step_tokens, closing_tokens, _ = self.clip(config)
-        pixels = next(tensor for name, tensor in tensors.items() if name.startswith("pixel_values"))
-        height, width = pixels.shape[-2:]
-        seen = f"{height:,} patches" if pixels.dim() == 2 else f"{height} × {width} pixels each"
         tokens = steps * step_tokens + closing_tokens
-        return f"{self.frames} frames of {self.width} × {self.height} → {seen} → {tokens:,} tokens"
+        return f"{self.frames} frames of {self.width} × {self.height} → {seen_pixels(tensors)} → {tokens:,} tokens"
+
+
+def seen_pixels(tensors: dict[str, torch.Tensor]) -> str:
+    """The pixels that the model sees, for people."""
+    pixels = next(tensor for name, tensor in tensors.items() if name.startswith("pixel_values"))
+    height, width = pixels.shape[-2:]
+    return f"{height:,} patches" if pixels.dim() == 2 else f"{height} × {width} pixels each"
 
 
 @dataclass
