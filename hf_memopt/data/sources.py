@@ -139,15 +139,19 @@ def open_splits(source: str, config: str | None = None, streaming: bool = False,
     Raises:
         InputError: there is no such source, or it cannot be read.
     """
-    return {name: _undecoded(rows) for name, rows in _open(source, config, streaming, with_media).items()}
+    opened = _open(source, config, streaming, with_media)
+    return {
+        name: _undecoded(rows.to_iterable_dataset() if streaming and hasattr(rows, "to_iterable_dataset") else rows)
+        for name, rows in opened.items()
+    }
 
 
 def _open(source: str, config: str | None, streaming: bool, with_media: bool) -> dict:
+    """Splits by their names; what lies on this machine may be no stream yet."""
     from datasets import Dataset, load_dataset, load_from_disk
 
     if source in ("builtin:documents", "builtin:questions", "builtin:preferences"):
-        rows = _embedded(source)
-        return {"train": rows.to_iterable_dataset() if streaming else rows}
+        return {"train": _embedded(source)}
     with as_input_error(f"data set {source!r}", Exception):
         path = local_path(source)
         if path.is_file():
@@ -159,11 +163,9 @@ def _open(source: str, config: str | None, streaming: bool, with_media: bool) ->
             return {"train": _rows_of([path], source, streaming)}
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             loaded = load_from_disk(str(path))
-            splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-            return {name: rows.to_iterable_dataset() for name, rows in splits.items()} if streaming else splits
+            return loaded if isinstance(loaded, dict) else {"train": loaded}
         if with_media and path.is_dir() and (captioned := captioned_rows(path, source)):
-            rows = Dataset.from_list(captioned)
-            return {"train": rows.to_iterable_dataset() if streaming else rows}
+            return {"train": Dataset.from_list(captioned)}
         if path.is_dir() and (files := _files_of_rows(path)):
             return {name: _rows_of(paths, source, streaming) for name, paths in _by_split(files).items()}
         return load_dataset(str(path) if path.is_dir() else source, config, streaming=streaming)
