@@ -6,6 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, PeftConfig, PeftModel, set_peft_model_state_dict
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.utils import load_peft_weights
+from peft.utils.other import ModulesToSaveWrapper
 
 from hf_memopt.errors import InputError, one_line
 from hf_memopt.field_values import check_value, hints_of
@@ -80,9 +85,6 @@ class Adapted:
     """
 
     def __init__(self, model: torch.nn.Module, folder: Path) -> None:
-        from peft import PeftConfig
-        from peft.utils import load_peft_weights
-
         self.changes: dict[str, Change] = {}
         self.layers: set[str] = set()
         self.replaced: dict[str, torch.Tensor] = {}
@@ -97,8 +99,6 @@ class Adapted:
 
     def _load(self, adapted, weights: Mapping[str, torch.Tensor]) -> None:
         """Fill the adapter's layers; from_pretrained would move them to the meta device, where the base is."""
-        from peft import set_peft_model_state_dict
-
         bare = {name.removeprefix("base_model.model."): weight for name, weight in weights.items()}
         for name, weight in list(adapted.named_parameters()):
             inner = name.removeprefix("base_model.model.")
@@ -111,10 +111,6 @@ class Adapted:
         _check_complete(adapted, result.missing_keys, result.unexpected_keys)
 
     def _collect(self, model: torch.nn.Module) -> None:
-        from peft.tuners.lora.layer import LoraLayer
-        from peft.tuners.trainable_tokens import TrainableTokensLayer
-        from peft.utils.other import ModulesToSaveWrapper
-
         wrapped: set[str] = set()  # the adapter's modules, and what is within them
         for name, module in model.named_modules():
             if name.rpartition(".")[0] in wrapped:
@@ -151,16 +147,12 @@ def _refuse_wrong_value(file: Path) -> None:
     Raises:
         InputError: there is one.
     """
-    from peft import LoraConfig
-
     config, hints = read_json(file), hints_of(LoraConfig)
     for name in sorted(config.keys() & hints.keys()):
         check_value(name, hints[name], config[name], f"{file}: ")
 
 
 def _with_layers(model: torch.nn.Module, config):
-    from peft import PeftModel
-
     with warnings.catch_warnings():
         # peft 0.21 asks for the old name of is_activation_checkpointing.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

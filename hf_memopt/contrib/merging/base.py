@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_memopt.contrib.merging.tensor_file import DTYPES
@@ -57,8 +58,6 @@ class Base:
                 f"{folder} is quantized with {kind}, and only bitsandbytes' 4 bits are dequantized: give --base the "
                 "model that it was made from"
             )
-        from safetensors import SafetensorError
-
         self._files: dict[str, Path] = {}
         self.tensors: dict[str, Stored] = {}
         with as_input_error(f"{folder} cannot be read", OSError, ValueError, RuntimeError, KeyError, SafetensorError):
@@ -77,15 +76,11 @@ class Base:
         return dequantize_4bit(self._load(name), state)
 
     def _load(self, name: str) -> torch.Tensor:
-        from safetensors import safe_open
-
         # Opened for each tensor: pages of an open file stay mapped, and count as memory of this process.
         with safe_open(self._files[name], "pt") as file:
             return file.get_tensor(name).clone()
 
     def _examine(self, path: Path) -> None:
-        from safetensors import safe_open
-
         with safe_open(path, "pt") as file:
             names = list(file.keys())
             self._files |= dict.fromkeys(names, path)
