@@ -185,14 +185,9 @@ def _preset_and_changed(parsed: Parsed, recipe: RecipeArguments, engine: Engine)
         preset = with_strategy(preset, engine.strategy)
     # The preset with a profile's batch in the place of its own: a default as that is, which any argument changes.
     names = {"micro_batch_size": "per_device_train_batch_size", "effective_batch_size": "effective_batch_size"}
-    changed = replace(
-        preset, **{name: parsed.profile[field] for name, field in names.items() if field in parsed.profile}
-    )
-    if recipe.dtype:
-        changed = replace(changed, dtype=recipe.dtype)
-    if recipe.max_length:
-        changed = replace(changed, seq_len=recipe.max_length)
-    return preset, changed
+    changed = {name: parsed.profile[field] for name, field in names.items() if field in parsed.profile}
+    changed |= {"dtype": recipe.dtype or preset.dtype, "seq_len": recipe.max_length or preset.seq_len}
+    return preset, replace(preset, **changed)
 
 
 def _profile_changes(job: Job, parsed: Parsed, preset: Preset) -> str | None:
