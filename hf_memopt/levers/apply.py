@@ -1,7 +1,6 @@
 """Apply MemoryArguments to a model and its optimizer; the trainer and the estimator both call this."""
 
 import contextlib
-from typing import Any
 
 from hf_memopt.levers.arguments import FEATURES, MemoryArguments
 from hf_memopt.levers.replaced import replace
@@ -27,15 +26,12 @@ def apply_to_trainer(trainer, memory_args: MemoryArguments, **host) -> None:
         host: keyword arguments of keep_on_host(), for optimizer_cpu_offload.
     """
     reduce_at_once(trainer)
-    if memory_args.adam_mini or memory_args.optimizer_in_backward or memory_args.optimizer_cpu_offload:
-        replace(trainer, "create_optimizer", _creating(trainer, memory_args, host))
-
-
-def _creating(trainer, memory_args: MemoryArguments, host: dict[str, Any]):
-    """A create_optimizer() that modifies the optimizer once, whether the trainer creates it or was given it."""
+    if not (memory_args.adam_mini or memory_args.optimizer_in_backward or memory_args.optimizer_cpu_offload):
+        return
     create, changed = trainer.create_optimizer, []
 
     def create_changed(*args, **kwargs):
+        """Change the optimizer once, whether the trainer creates it or was given it."""
         if memory_args.adam_mini and trainer.optimizer is None:
             from hf_memopt.levers.adam_mini import AdamMini, settings_for
 
@@ -47,7 +43,7 @@ def _creating(trainer, memory_args: MemoryArguments, host: dict[str, Any]):
                 feature.put_on_optimizer(memory_args, optimizer, host)
         return optimizer
 
-    return create_changed
+    replace(trainer, "create_optimizer", create_changed)
 
 
 def reduce_at_once(trainer) -> None:

@@ -74,7 +74,17 @@ def _with_host_memory(plain: type, ratio: float) -> type:
             return super().param_element_size(model, param_name, param)
 
         def get_quantize_ops(self):
-            return _leaving(super().get_quantize_ops(), self)
+            operation = super().get_quantize_ops()
+            quantize = operation.convert
+
+            def convert(input_dict, **kwargs):
+                result = quantize(input_dict, **kwargs)
+                for name in result.keys() & self._streamed:
+                    _leave(result[name], self)
+                return result
+
+            operation.convert = convert
+            return operation
 
         def _process_model_after_weight_loading(self, model, **kwargs):
             self._streamed, self._lanes = set(), None  # the quantizer stays with the model
@@ -83,21 +93,8 @@ def _with_host_memory(plain: type, ratio: float) -> type:
     return Quantizer
 
 
-def _leaving(operation, quantizer):
-    """transformers' operation that quantizes a weight, which then leaves the device."""
-    quantize = operation.convert
-
-    def convert(input_dict, **kwargs):
-        result = quantize(input_dict, **kwargs)
-        for name in result.keys() & quantizer._streamed:
-            _leave(result[name], quantizer)
-        return result
-
-    operation.convert = convert
-    return operation
-
-
 def _leave(weight: torch.nn.Parameter, quantizer) -> None:
+    """Move a quantized weight to host memory."""
     if quantizer._lanes is None:
         quantizer._lanes = weight_streaming.make_lanes(weight.device)
     if (lanes := quantizer._lanes) is None:  # nothing streams on this device

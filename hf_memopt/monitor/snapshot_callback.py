@@ -12,6 +12,7 @@ import pickle
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -137,32 +138,26 @@ class SnapshotCallback(TrainerCallback):
         # Modules that each thread is in: checkpointed layers run forward again in the autograd thread.
         inside: dict[int, list[str]] = {}
 
-        def enter(name):
-            def before(module, inputs):
-                if not name:
-                    self._mark("phase", "forward")
-                if self._recorder is not None:
-                    inside.setdefault(get_ident(), []).append(name)
-                    self._recorder.label(name)
+        def enter(name, module, inputs):
+            if not name:
+                self._mark("phase", "forward")
+            if self._recorder is not None:
+                inside.setdefault(get_ident(), []).append(name)
+                self._recorder.label(name)
 
-            return before
-
-        def leave(name):
-            def after(module, inputs, output):
-                names = inside.get(get_ident())
-                if self._recorder is not None and names:
-                    names.pop()
-                    self._recorder.label(names[-1] if names else "")
-                if not name:
-                    self._mark("phase", "backward")
-
-            return after
+        def leave(name, module, inputs, output):
+            names = inside.get(get_ident())
+            if self._recorder is not None and names:
+                names.pop()
+                self._recorder.label(names[-1] if names else "")
+            if not name:
+                self._mark("phase", "backward")
 
         # The profiler knows modules by itself.
         modules = model.named_modules() if isinstance(self._recorder, _CudaRecorder) else [("", model)]
         for name, module in modules:
-            self._hooks.append(module.register_forward_pre_hook(enter(name)))
-            self._hooks.append(module.register_forward_hook(leave(name), always_call=True))
+            self._hooks.append(module.register_forward_pre_hook(partial(enter, name)))
+            self._hooks.append(module.register_forward_hook(partial(leave, name), always_call=True))
 
     def _own(self, kind: str, tensors) -> None:
         """Record which addresses hold weights, gradients and states, and when: addresses are reused."""

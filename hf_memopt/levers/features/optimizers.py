@@ -1,6 +1,7 @@
 """adam_mini, optimizer_cpu_offload and optimizer_in_backward: fewer states, states on the host, no gradients kept."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 from hf_memopt.levers.change import Change
@@ -137,22 +138,18 @@ def step_in_backward(optimizer) -> None:
     """
     for number, group in enumerate(optimizer.param_groups):
         for weight in group["params"]:
-            weight.register_post_accumulate_grad_hook(_stepping(optimizer, number))
+            weight.register_post_accumulate_grad_hook(partial(_step_one, optimizer, number))
 
 
-def _stepping(optimizer, number: int):
-    numbered = hasattr(optimizer, "mng")  # bitsandbytes looks settings up by a weight's index in the param_groups
-
-    def step(weight) -> None:
-        if numbered:
+def _step_one(optimizer, number: int, weight) -> None:
+    """Update a weight of the group with this number."""
+    if hasattr(optimizer, "mng"):  # bitsandbytes looks settings up by a weight's index in the param_groups
+        optimizer.step()
+    else:
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**groups[number], "params": [weight]}]
+        try:
             optimizer.step()
-        else:
-            groups = optimizer.param_groups
-            optimizer.param_groups = [{**groups[number], "params": [weight]}]
-            try:
-                optimizer.step()
-            finally:
-                optimizer.param_groups = groups
-        weight.grad = None
-
-    return step
+        finally:
+            optimizer.param_groups = groups
+    weight.grad = None
