@@ -17,8 +17,7 @@ def check_pair_columns(names: list[str], source) -> list[str]:
     Raises:
         InputError: a needed column is missing, or there are images.
     """
-    missing = [name for name in PAIRS.needed if name not in names]
-    if missing:
+    if any(name not in names for name in PAIRS.needed):
         raise InputError(
             f"data set {source!r} has the columns {', '.join(names) or 'none'}; preferences need "
             f"{' and '.join(PAIRS.needed)}, with their prompt in `prompt` or at the start of both"

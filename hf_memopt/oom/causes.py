@@ -128,8 +128,7 @@ class Failure:
 
 def guess_job(message: str, frames: Sequence[str] = ()) -> Facts:
     """Guess the job from a failure's message and frames: its kind of device is CUDA where no other is named."""
-    devices = (name for name, pattern in _DEVICES.items() if re.search(pattern, message))
-    job = Facts.on_device(next(devices, "cuda"))
+    job = Facts.on_device(next((name for name, pattern in _DEVICES.items() if re.search(pattern, message)), "cuda"))
     text, shown = "\n".join(frames), {}
     for name, value, pattern in _SETUPS:
         if name not in shown and re.search(pattern, text):

@@ -163,8 +163,7 @@ def _stage_before(lines: Sequence[Line], fault: _Fault) -> str | None:
     """The stage that the last progress bar before a fault without frames shows."""
     for line in reversed(lines[: fault.at + 1]):
         if match := _BAR.search(line.text):
-            unfinished = match["done"] != match["total"]
-            return "load" if unfinished and _LOADING.search(match["name"]) else None
+            return "load" if match["done"] != match["total"] and _LOADING.search(match["name"]) else None
     return None
 
 

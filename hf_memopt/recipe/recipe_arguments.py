@@ -287,8 +287,7 @@ def _converted(path: str, name: str, value: Any, action: argparse.Action) -> Any
     if action.choices and value is False and "no" in action.choices:
         value = "no"  # which YAML reads as false
     # YAML reads 1e-4 as a string, and some fields want a list.
-    wants_text = action.type in (None, str) and not action.choices
-    if isinstance(value, str) and not wants_text:
+    if isinstance(value, str) and (action.choices or action.type not in (None, str)):
         try:
             value = action.type(value)
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:

@@ -167,8 +167,8 @@ def outline_encoder(encode: Encoder) -> Encoder:
     # Compression depends on the pixels; without it, tokens are an upper bound.
     processor.video_processor = ShapeProcessor(model_type, {**settings, "use_token_compression": False})
     outline = copy.copy(encode)
-    shapes = OutlineEncoder(processor, media.limits, media.folder, media.downloads)
-    object.__setattr__(outline, "media", shapes)  # of a frozen dataclass
+    # Of a frozen dataclass.
+    object.__setattr__(outline, "media", OutlineEncoder(processor, media.limits, media.folder, media.downloads))
     return outline
 
 

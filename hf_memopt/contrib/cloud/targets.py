@@ -176,8 +176,10 @@ def _kubernetes(preset: Preset, files: Mapping[str, str]) -> dict[str, str]:
         {"name": "out", "persistentVolumeClaim": {"claimName": name}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
-    template = {"spec": {"containers": [_container(preset)], "volumes": volumes}}
-    replica = {"restartPolicy": "OnFailure", "template": template}
+    replica = {
+        "restartPolicy": "OnFailure",
+        "template": {"spec": {"containers": [_container(preset)], "volumes": volumes}},
+    }
     replicas = {"Master": {"replicas": 1, **replica}}
     if preset.machines > 1:
         replicas["Worker"] = {"replicas": preset.machines - 1, **replica}

@@ -33,8 +33,7 @@ def _compressed_bytes(kinds, growing, sketch, choice) -> None:
 
 
 def _compressed_seconds(seconds, cost, choice) -> float:
-    device = cost.sketch.job.device
-    if device.backend == "cpu":
+    if cost.sketch.job.device.backend == "cpu":
         return seconds * (1 + _COMPRESSION_ON_CPU)
     # activation_compression.py, fused: read, written at half the width, copied into place; and back
     return seconds + 4 * cost.sketch.activations(choice) / cost.memory_rate

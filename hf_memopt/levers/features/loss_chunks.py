@@ -29,8 +29,7 @@ def _offered(spec, task: str, engine) -> bool:
 
 
 def _bytes(kinds, growing, sketch, choice) -> None:
-    tokens = choice.micro_batch * sketch.job.seq_len
-    kinds["logits"] = kinds.get("logits", 0) * min(1, CHUNK / tokens)
+    kinds["logits"] = kinds.get("logits", 0) * min(1, CHUNK / (choice.micro_batch * sketch.job.seq_len))
 
 
 _PLANNED = Knob(

@@ -94,8 +94,7 @@ def known_mean(trainer: "MemoryTrainer") -> LossRule | None:
     name = type(model).__name__
     rule = next((rule for heads, rule in _HEADS.items() if re.search(f"({heads})$", name)), None)
     named = _losses_named(type(model).forward)
-    of_liger = type(model).forward.__module__.startswith("liger_kernel")
-    if rule is None or (named - _MEANS and not of_liger):
+    if rule is None or (named - _MEANS and not type(model).forward.__module__.startswith("liger_kernel")):
         return None
     shifts = not getattr(model.config, "is_encoder_decoder", False)
     if rule is LossRule.LABELS and trainer.label_smoother is not None:
