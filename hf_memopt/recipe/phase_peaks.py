@@ -66,7 +66,6 @@ class PhasePeaks(TrainerCallback):
         self._enter("between")
         if self._ledger is not None and state.global_step >= self._last_step:
             self._ledger.__exit__(None, None, None)
-            self._note_batch(self._ledger_peak())
             peaks = {name: peak.total for name, peak in self._ledger.peaks.items()}
             self.bytes = max(peaks.values())
             self.phases = {name: peaks[name] for name in ("forward", "backward", "optimizer") if name in peaks}
@@ -111,7 +110,8 @@ class PhasePeaks(TrainerCallback):
 
     def _enter(self, phase: str) -> None:
         if self._ledger is not None:
-            self._note_batch(self._ledger_peak())
+            peaks = self._ledger.peaks.items()  # so far; while a batch was on the device
+            self._note_batch(max((peak.total for name, peak in peaks if name in _OF_A_BATCH), default=0))
             self._ledger.begin(phase, "other")
         if self._device is not None:
             peak = torch.cuda.max_memory_allocated(self._device)
@@ -121,10 +121,6 @@ class PhasePeaks(TrainerCallback):
                     self._note_batch(peak)
             self._before = peak
         self._phase = phase
-
-    def _ledger_peak(self) -> int:
-        """The most so far while a batch was on the device."""
-        return max((peak.total for name, peak in self._ledger.peaks.items() if name in _OF_A_BATCH), default=0)
 
     def _note_batch(self, peak: int) -> None:
         if peak > self._highest:

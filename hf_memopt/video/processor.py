@@ -28,21 +28,17 @@ def load_processor(name: str, config, trust_remote_code: bool = False):
             needs torchvision.
     """
     model_class(config)
-    processor = _load(name, config, trust_remote_code)
-    fit_to_model(processor, config)
-    return processor
-
-
-def _load(name: str, config, trust_remote_code: bool):
     with as_input_error(f"processor {name!r}", Exception):  # tokenizers, written in Rust, raises plain Exceptions
-        if not is_torchvision_available():
-            return _load_without_torchvision(name, config, trust_remote_code)
-        from transformers import AutoProcessor
+        if is_torchvision_available():
+            from transformers import AutoProcessor
 
-        processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+            processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+        else:
+            processor = _load_without_torchvision(name, config, trust_remote_code)
         if not hasattr(processor, "video_processor"):
             raise InputError(f"processor {name!r} takes no videos: use recipes/sft.py for language models")
-        return processor
+    fit_to_model(processor, config)
+    return processor
 
 
 def _load_without_torchvision(name: str, config, trust_remote_code: bool):
