@@ -42,11 +42,6 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Measure on this machine's card, in about five minutes, what estimate, plan and report assume of it."""
-    raise typer.Exit(run_calibrate(budget, export, rehearse, fresh, json))
-
-
-def run_calibrate(budget: float, export: str | None, rehearse: bool, fresh: bool, as_json: bool) -> int:
-    """Measure, keep and print; 0 if all that could be measured was, 1 if anything failed, 130 after Ctrl-C."""
     target = export_path(export) if export else None
     working("starting; every measurement has a process of its own")
     session = Session(rehearse, target, fresh)
@@ -61,11 +56,12 @@ def run_calibrate(budget: float, export: str | None, rehearse: bool, fresh: bool
         _say(f"stopped: {session.count - len(session.waiting)} of {session.count} are measured{hint}")
     if target is not None:
         session.export(target)
-    if as_json:
+    if json:
         print_json(session.content() | {"left": [measurement.name for measurement in session.waiting]})
     else:
         _print(session, target)
-    return _INTERRUPTED if stopped else int(any(row["outcome"] == "failed" for row in session.rows.values()))
+    failed = any(row["outcome"] == "failed" for row in session.rows.values())
+    raise typer.Exit(_INTERRUPTED if stopped else int(failed))
 
 
 def _say(text: str) -> None:
