@@ -419,12 +419,11 @@ def _nearest(job: Job, bundled: str | None) -> list[str]:
     smaller = [row for row in rows if row["preset"] == name and size[row["model"]] < size[bundled]]
     smaller.sort(key=lambda row: (-size[row["model"]], row["method"] != method))
     changes += [f"{row['model']} with method={row['method']}" for row in smaller[:1]]
-    backend = job.preset.hardware.backend
     larger = [
         row
         for row in rows
         if (row["model"], row["method"]) == (bundled, method)
-        and preset_by_name(row["preset"], method).hardware.backend == backend
+        and preset_by_name(row["preset"], method).hardware.backend == job.preset.hardware.backend
     ]
     larger.sort(key=lambda row: row["capacity_bytes"])
     return changes + [f"{row['preset']} ({gib(row['capacity_bytes'])})" for row in larger[:1]]

@@ -63,9 +63,10 @@ def verdict(analysis: Snapshot) -> str:
 
 
 def _print(analysis: Snapshot) -> None:
-    peak = analysis.peak_bytes
     rows = [
-        (kind.replace("_", " "), size(used), f"{used / peak:.1%}") for kind, used in analysis.by_kind.items() if used
+        (kind.replace("_", " "), size(used), f"{used / analysis.peak_bytes:.1%}")
+        for kind, used in analysis.by_kind.items()
+        if used
     ]
     print_table("memory at the peak, by kind", ["kind", "size", "share"], rows)
     if analysis.by_module:

@@ -111,9 +111,11 @@ def _takes_items(trainer: "MemoryTrainer") -> bool:
 
 
 def _losses_named(forward) -> set[str]:
-    names = inspect.unwrap(forward).__code__.co_names
-    losses = (name for name in names if re.search("loss|^cross_entropy$", name, re.IGNORECASE))
-    return {name for name in losses if not re.search("_coef(ficient)?$", name)}
+    return {
+        name
+        for name in inspect.unwrap(forward).__code__.co_names
+        if re.search("loss|^cross_entropy$", name, re.IGNORECASE) and not re.search("_coef(ficient)?$", name)
+    }
 
 
 def find_rule(trainer: "MemoryTrainer", inputs: dict[str, Any], num_items) -> LossRule:
