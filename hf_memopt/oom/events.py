@@ -23,37 +23,39 @@ def _listed(fields: dict[str, Any]) -> str:
 def _sentence(event: dict[str, Any]) -> str:
     between_steps = event.get("stage") in ("eval", "save", "resume")
     where = f"after step {event['step']}" if between_steps else f"step {event['step'] + 1}"
-    if event["event"] == "oom_recovered":
-        text = f"{where}: out of memory in {event['stage']}, recovered"
-        if "micro_batch_after" in event:
-            text += f": {event['micro_batch_before']} → {event['micro_batch_after']} samples at once"
-        if event.get("remedy"):
-            text += f": {event['remedy']}"
-        if event.get("shapes"):
-            text += f"; the batch: {_list_shapes(event['shapes'])}"
-        if event.get("dataset_indices"):
-            text += f", samples {_list_indices(event['dataset_indices'])}"
-        return f"{text} ({event['message'][:200]})"
-    if event["event"] == "worst_batch_fits":
-        text = f"before {where}: the largest batch fits, {event['samples_at_once']} samples at once"
-        return f"{text}: {_list_shapes(event['shapes'])}, samples {_list_indices(event.get('dataset_indices'))}"
-    if event["event"] == "micro_batch_lowered":
-        share, before, after = event["utilization"], event["micro_batch_before"], event["micro_batch_after"]
-        return (
-            f"{where}: memory {event['status']} at {share:.0%}: batch reduced from {before} to {after} samples at once"
-        )
-    if event["event"] == "micro_batch_restored":
-        # Logs of version 0.1 have no samples_at_once.
-        chunks = f"{event['samples_at_once']} samples" if "samples_at_once" in event else "more samples"
-        return f"{where}: memory stayed low: batch restored to {chunks} at once"
-    if event["event"] == "memory_grows":
-        return f"{where}: memory grows: {event['label']}"
-    if event["event"] == "effective_batch_kept":
-        samples, processes = event["effective_batch_size"], event["world_size"]
-        return (
-            f"{where}: effective batch size kept at {samples}, on {processes} process(es): "
-            f"gradient_accumulation_steps={event['gradient_accumulation_steps']}"
-        )
+    match event["event"]:
+        case "oom_recovered":
+            text = f"{where}: out of memory in {event['stage']}, recovered"
+            if "micro_batch_after" in event:
+                text += f": {event['micro_batch_before']} → {event['micro_batch_after']} samples at once"
+            if event.get("remedy"):
+                text += f": {event['remedy']}"
+            if event.get("shapes"):
+                text += f"; the batch: {_list_shapes(event['shapes'])}"
+            if event.get("dataset_indices"):
+                text += f", samples {_list_indices(event['dataset_indices'])}"
+            return f"{text} ({event['message'][:200]})"
+        case "worst_batch_fits":
+            text = f"before {where}: the largest batch fits, {event['samples_at_once']} samples at once"
+            return f"{text}: {_list_shapes(event['shapes'])}, samples {_list_indices(event.get('dataset_indices'))}"
+        case "micro_batch_lowered":
+            share, before, after = event["utilization"], event["micro_batch_before"], event["micro_batch_after"]
+            return (
+                f"{where}: memory {event['status']} at {share:.0%}: batch reduced from {before} to {after} samples at "
+                "once"
+            )
+        case "micro_batch_restored":
+            # Logs of version 0.1 have no samples_at_once.
+            chunks = f"{event['samples_at_once']} samples" if "samples_at_once" in event else "more samples"
+            return f"{where}: memory stayed low: batch restored to {chunks} at once"
+        case "memory_grows":
+            return f"{where}: memory grows: {event['label']}"
+        case "effective_batch_kept":
+            samples, processes = event["effective_batch_size"], event["world_size"]
+            return (
+                f"{where}: effective batch size kept at {samples}, on {processes} process(es): "
+                f"gradient_accumulation_steps={event['gradient_accumulation_steps']}"
+            )
     details = _listed({name: value for name, value in event.items() if name not in ("event", "step", "process")})
     return f"{where}: {event['event'].replace('_', ' ')}: {details}"
 
