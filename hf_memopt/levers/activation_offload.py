@@ -34,7 +34,13 @@ def offload_activations(model: torch.nn.Module, compressed: bool = False) -> Non
 
 
 class Streams:
-    """Copies on a stream of their own."""
+    """Copies on a stream of their own.
+
+    Attributes:
+        freed_unused: what is copied to may be freed before anything waits for the copy.
+    """
+
+    freed_unused = True
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -45,12 +51,13 @@ class Streams:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor):
-        """Start a copy behind the work queued on the current stream, and return its event."""
+        """Start a copy, and return its event. It is queued behind the current stream's work, which may still free or
+        fill what is copied."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             destination.copy_(source, non_blocking=True)
-        if destination.device.type != "cpu":
-            destination.record_stream(self._stream)  # if it is freed unused, the copy may still write to it
+        if self.freed_unused and destination.device.type != "cpu":
+            destination.record_stream(self._stream)  # the copy may still write to it
         return self._stream.record_event()
 
     def wait(self, event) -> None:

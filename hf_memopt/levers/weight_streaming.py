@@ -65,12 +65,7 @@ def streamer_of(model: torch.nn.Module) -> "Streamer | None":
 class Lanes(Streams):
     """Copies on a stream of their own into storages that are freed only behind a wait for the copy."""
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor):
-        # What lay in this memory before was freed by the current stream, which the copy must not overtake.
-        self._stream.wait_stream(self._module.current_stream())
-        with self._module.stream(self._stream):
-            destination.copy_(source, non_blocking=True)
-        return self._stream.record_event()
+    freed_unused = False
 
     def resize(self, tensor: torch.Tensor, size: int) -> None:
         """Give a tensor's storage `size` bytes."""
