@@ -127,35 +127,34 @@ def _make_clips(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def draw_frames(
-    shape: str, direction: str, colours: tuple[str, str], frames: int, random, side: int = _SIDE
-) -> Iterator[numpy.ndarray]:
-    """Frames, uint8 (side, side, 3): a shape crosses a dark background; brightness varies from clip to clip."""
-    brightness, half = random.uniform(0.8, 1.1), side * random.uniform(0.28, 0.36)
-    down, across = numpy.mgrid[:side, :side]
+def draw_frames(shape: str, direction: str, colours: tuple[str, str], frames: int, random) -> Iterator[numpy.ndarray]:
+    """Square frames, uint8 (height, width, 3): a shape crosses a dark background; brightness varies from clip to
+    clip."""
+    brightness, half = random.uniform(0.8, 1.1), _SIDE * random.uniform(0.28, 0.36)
+    down, across = numpy.mgrid[:_SIDE, :_SIDE]
     for index in range(frames):
-        offset = (index / max(1, frames - 1) - 0.5) * (side - half)
-        x, y = (side / 2 + step * offset for step in _DIRECTIONS[direction])
+        offset = (index / max(1, frames - 1) - 0.5) * (_SIDE - half)
+        x, y = (_SIDE / 2 + step * offset for step in _DIRECTIONS[direction])
         inside = {
             "square": (abs(across - x) < half) & (abs(down - y) < half),
             "disc": (across - x) ** 2 + (down - y) ** 2 < half**2,
             "bar": (abs(across - x) < half / 2) & (abs(down - y) < half),
         }[shape]
-        frame = numpy.full((side, side, 3), _BACKGROUND, numpy.uint8)
+        frame = numpy.full((_SIDE, _SIDE, 3), _BACKGROUND, numpy.uint8)
         colour = COLOURS[colours[0] if index < frames / 2 else colours[1]]
         frame[inside] = numpy.clip(numpy.array(colour) * brightness, 0, 255)
         yield frame
 
 
-def write_video(path: Path, frames, rate: int = 10, codec: str = "libx264") -> None:
-    """Encode uint8 frames (height, width, 3) as an mp4 file."""
+def write_video(path: Path, frames) -> None:
+    """Encode uint8 frames (height, width, 3) as an mp4 file of ten a second."""
     import av
 
     with av.open(str(path), "w") as container:
         stream = None
         for frame in frames:
             if stream is None:
-                stream = container.add_stream(codec, rate=rate)
+                stream = container.add_stream("libx264", rate=10)
                 stream.height, stream.width, stream.pix_fmt = *frame.shape[:2], "yuv420p"
             for packet in stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")):
                 container.mux(packet)
