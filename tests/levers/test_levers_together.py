@@ -258,12 +258,16 @@ def test_a_model_that_is_made_anew_has_its_levers(tmp_path):
 
 def test_an_optimizer_is_changed_once(monkeypatch):
     """The Trainer asks for it when it is prepared and again when training begins."""
-
     changed = []
     feature = SimpleNamespace(put_on_optimizer=lambda memory_args, optimizer, host: changed.append((optimizer, host)))
     monkeypatch.setattr(apply, "FEATURES", [feature])
-    trainer = SimpleNamespace(create_optimizer=lambda: trainer.optimizer, optimizer="first")
-    create = apply._creating(trainer, MemoryArguments(), {"pin": False})
-    assert [create(), create()] == ["first", "first"] and changed == [("first", {"pin": False})]
+    trainer = SimpleNamespace(model=None, optimizer="first")
+    trainer.create_optimizer = lambda: trainer.optimizer
+    apply.apply_to_trainer(trainer, MemoryArguments(optimizer_in_backward=True), pin=False)
+    assert [trainer.create_optimizer() for _ in range(2)] == ["first", "first"]
+    assert changed == [("first", {"pin": False})]
     trainer.optimizer = "second"
-    assert create() == "second" and changed[1:] == [("second", {"pin": False})]
+    assert trainer.create_optimizer() == "second" and changed[1:] == [("second", {"pin": False})]
+    plain = SimpleNamespace(model=None, create_optimizer="its own")
+    apply.apply_to_trainer(plain, MemoryArguments())
+    assert plain.create_optimizer == "its own"
