@@ -30,8 +30,7 @@ def build_training_arguments(
     _check(preset, values)
     # OSError and KeyError: of files that a field names, and of keys that are missing in them.
     kinds = (ValueError, TypeError, ImportError, OSError, KeyError, AttributeError, NotImplementedError)
-    refused = as_input_error("training arguments", *kinds)
-    with refused, precision_set(preset.environment):
+    with as_input_error("training arguments", *kinds), precision_set(preset.environment):
         args = kind(output_dir=output_dir, **spelled(values))
     if args.n_gpu > 1:
         raise InputError(
@@ -89,18 +88,16 @@ def _merge(preset, overrides: dict[str, Any], usual: dict[str, Any]) -> dict[str
         usual: fields that the preset overrides.
     """
     values = {**usual, **preset.fields}
-    if overrides.get("fp16"):
-        values.pop("bf16", None)
-    if overrides.get("bf16"):
-        values.pop("fp16", None)
-    if overrides.get("activation_checkpointing") is False:
-        values.pop("activation_checkpointing_kwargs", None)
-    if overrides.get("dataloader_num_workers") == 0:
-        for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
-            values.pop(name, None)
-    if overrides.get("use_cpu") and not preset.training.get("use_cpu"):
+    asked = overrides.get
+    for chosen, names in (
+        (asked("fp16"), ("bf16",)),
+        (asked("bf16"), ("fp16",)),
+        (asked("activation_checkpointing") is False, ("activation_checkpointing_kwargs",)),
+        (asked("dataloader_num_workers") == 0, ("dataloader_prefetch_factor", "dataloader_persistent_workers")),
         # The card's own switches mean nothing on a CPU, and transformers refuses tf32 there.
-        for name in ("tf32", "torch_compile", "dataloader_pin_memory"):
+        (asked("use_cpu") and not preset.training.get("use_cpu"), ("tf32", "torch_compile", "dataloader_pin_memory")),
+    ):
+        for name in names if chosen else ():
             values.pop(name, None)
     values |= {name: value for name, value in overrides.items() if name != "effective_batch_size"}
     if isinstance(name := values.get("deepspeed"), str) and not Path(name).exists() and shipped_deepspeed(name):
