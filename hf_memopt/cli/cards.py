@@ -12,10 +12,10 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.timing.duration import time_text, two_digits
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
+from hf_memopt.presets import METHOD_TITLES
 from hf_memopt.units import gib
 
 ANY = "any"
-_TITLES = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 _ROWS = {True: 24, False: 10}  # of a table, where it is the only one, and where there is one a method
 _SMALLEST = 5  # rows that a shortened table keeps, whatever the cards are
 _LEGEND = (
@@ -80,11 +80,13 @@ def _print_answer(answer, options: CardOptions) -> None:
     shown = []
     for method, fits in answer.fits.items():
         if not fits:
-            print(f"\n{_TITLES[method]}: fits none of these cards")
+            print(f"\n{METHOD_TITLES[method]}: fits none of these cards")
             continue
         rows = fits if options.every else _shortened(answer, fits, _ROWS[len(answer.fits) == 1])
         shown += rows
-        print_table(f"\n{_TITLES[method]}, {_order(answer)}", *_table(answer, _ordered(answer, rows)), frame=False)
+        print_table(
+            f"\n{METHOD_TITLES[method]}, {_order(answer)}", *_table(answer, _ordered(answer, rows)), frame=False
+        )
         if len(rows) < len(fits):
             print(f"  and {len(fits) - len(rows)} more: --method {method} --all")
         for line in _summary(answer, fits[0], answer.fastest(method)):
@@ -209,6 +211,6 @@ def _print_nothing(answer) -> None:
         print(f"nothing fits; nearest is {name}: each device needs {gib(needed)} ({settings})")
     for fit in answer.instead:
         price = "" if fit.price is None else f", {answer.prices.currency}{_money(fit.price)} an hour"
-        print(f"  would fit: {_TITLES[fit.method]} on {fit.name}{price} ({_brief(fit.choice)})")
+        print(f"  would fit: {METHOD_TITLES[fit.method]} on {fit.name}{price} ({_brief(fit.choice)})")
     if not answer.instead:
         print("  more than eight devices: hf-memopt plan … --hardware h100_80gbx16")

@@ -27,7 +27,7 @@ from hf_memopt.planner.streamed_weights import (
     with_host_memory,
 )
 from hf_memopt.planner.trl_choices import trl_space
-from hf_memopt.presets import METHODS, Preset
+from hf_memopt.presets import METHOD_TITLES, METHODS, Preset
 from hf_memopt.presets.quantization_fields import check_4bit, check_quantization
 from hf_memopt.units import GIB, gib
 
@@ -182,7 +182,7 @@ def _answer(request: JobSpec, methods: tuple[str, ...], say: Callable[[str], Non
             search = None if reason else start_search(spec, _numbered(say, method, methods))
         except MethodRefused as error:
             refused.append(error)
-            rejected.append(Rejected(_METHODS[method], one_line(error)))
+            rejected.append(Rejected(METHOD_TITLES[method], one_line(error)))
             continue
         searches[method] = spec, search
         if profiles := _profiles(spec, search):
@@ -268,7 +268,7 @@ def _streamed(
     for named, spec in settled:
         takes = spec.tool is None or STREAMED in spec.tool.features
         if takes and (streaming := streaming_spec(spec)):
-            what = f"{_METHODS[spec.preset.method]}{named}, weights streamed"
+            what = f"{METHOD_TITLES[spec.preset.method]}{named}, weights streamed"
             tried.append((what, streaming, lacks_memory(streaming)))
     resident += [Rejected(what, reason) for what, _, reason in tried if reason]
     for what, spec, reason in sorted(tried, key=lambda row: bool(row[-1])):  # what lacks memory only to say how much
@@ -374,14 +374,13 @@ def _profiles(spec: JobSpec, search: Search | None) -> list[Profile]:
 
 
 STREAMED = "memory.weight_streaming"
-_METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 
 
 def _far_too_large(spec: JobSpec) -> Rejected | None:
     """The reason not to search a method: without a trace, what it holds for certain exceeds the device."""
     if (alone := excessive_weights(spec)) is None:
         return None
-    method = _METHODS[spec.preset.method]
+    method = METHOD_TITLES[spec.preset.method]
     return Rejected(method, f"{method} needs at least {gib(alone[0])} for {alone[1]} alone, and {_budget(spec)}")
 
 
@@ -392,7 +391,7 @@ def _budget(spec: JobSpec) -> str:
 
 def _too_large(spec: JobSpec, search: Search | None, smallest: Choice | None) -> Rejected:
     """The reason that a method does not fit at all."""
-    method = _METHODS[spec.preset.method]
+    method = METHOD_TITLES[spec.preset.method]
     if smallest is None:
         return Rejected(method, "no combination of settings works on this device: see hf-memopt doctor")
     estimate, needed = search.estimates[smallest], int(search.needs(smallest))

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_memopt.hardware import Hardware, get_hardware
-from hf_memopt.presets.preset import METHODS, Preset, with_strategy
+from hf_memopt.presets.preset import METHOD_TITLES, METHODS, Preset, with_strategy
 from hf_memopt.presets.reference import reference_row
 
 _CHECKPOINTING = {
@@ -89,11 +89,10 @@ def is_chosen(name: str, method: str) -> bool:
 
 def _models(name: str) -> str:
     """The models that a preset is predicted to fit, of every method, in a sentence."""
-    verbs = {"full": "full fine-tuning of", "lora": "LoRA of", "qlora": "QLoRA of"}
     texts = []
-    for method in METHODS:
+    for method, title in METHOD_TITLES.items():
         if row := reference_row(name, method):
-            text = f"{verbs[method]} {_short(row['model'])} at {row['micro_batch']} × {row['seq_len']} tokens"
+            text = f"{title} of {_short(row['model'])} at {row['micro_batch']} × {row['seq_len']} tokens"
             larger = row["largest"]
             texts.append(text + (f" (one sample at a time: {_short(larger['model'])})" if larger else ""))
     return f"Predicted to fit: {'; '.join(texts)}." if texts else ""
@@ -114,12 +113,11 @@ def _resolve(name: str, method: str) -> dict[str, Any]:
 def _device_defaults(hardware: Hardware, method: str) -> dict[str, Any]:
     if hardware.backend == "cpu":
         return {"use_cpu": True, "optim": "adamw_torch", "dataloader_pin_memory": False}
-    training: dict[str, Any] = dict(_CHECKPOINTING)
-    training |= {"optim": _optimizer(hardware, method)}
+    precision = "bf16" if hardware.native_bf16 else "fp16"
+    training: dict[str, Any] = {**_CHECKPOINTING, "optim": _optimizer(hardware, method), precision: True}
     if hardware.backend == "mps":
         # Unified memory: worker processes and pinned copies would compete with the model.
-        return training | _precision(hardware) | {"dataloader_pin_memory": False}
-    training |= _precision(hardware)
+        return training | {"dataloader_pin_memory": False}
     training |= _LOADER
     if hardware.backend == "cuda":
         capability = hardware.capability
@@ -129,10 +127,6 @@ def _device_defaults(hardware: Hardware, method: str) -> dict[str, Any]:
         if capability >= 9.0 and method != "qlora" and hardware.is_large:
             training["torch_compile"] = True
     return training
-
-
-def _precision(hardware: Hardware) -> dict[str, bool]:
-    return {"bf16": True} if hardware.native_bf16 else {"fp16": True}
 
 
 def _optimizer(hardware: Hardware, method: str) -> str:

@@ -18,7 +18,8 @@ from hf_memopt.presets.accelerate_config import accelerate_config, inline
 from hf_memopt.presets.batch import batch_settings
 from hf_memopt.presets.environment import PRECISION, set_for_libraries
 
-METHODS = ("full", "lora", "qlora")
+METHOD_TITLES = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+METHODS = tuple(METHOD_TITLES)
 DTYPES = ("float32", "bfloat16", "float16")
 # Of the weights, by precision: fp8 matmuls take 16-bit weights.
 _WEIGHT_DTYPES = {"fp8": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -167,15 +168,14 @@ class Preset:
 
     def quantization(self) -> dict[str, Any]:
         """QLoRA's BitsAndBytesConfig fields: 4-bit NormalFloat, double quantisation (Dettmers et al. 2023)."""
-        compute = _WEIGHT_DTYPES[self.precision]
-        values = {
+        return {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": compute,
+            "bnb_4bit_compute_dtype": _WEIGHT_DTYPES[self.precision],
+            # FSDP shards float tensors only, so the 4-bit weights are stored as one (accelerate.utils.fsdp_utils).
+            **({"bnb_4bit_quant_storage": "bfloat16"} if self.engine.fsdp_version else {}),
         }
-        # FSDP shards float tensors only, so the 4-bit weights are stored as one (accelerate.utils.fsdp_utils).
-        return values | ({"bnb_4bit_quant_storage": "bfloat16"} if self.engine.fsdp_version else {})
 
     def lora(self) -> dict[str, Any]:
         """The LoraConfig fields: every linear layer but the head, as in QLoRA; no dropout, whose masks cost memory."""
@@ -225,7 +225,6 @@ class Preset:
 
     def setup(self, **changes) -> Setup:
         """The preset in the terms of the compatibility table."""
-        storage = self.quantization().get("bnb_4bit_quant_storage", "uint8")
         return replace(
             Setup(
                 **self.engine.setup(),
@@ -236,7 +235,7 @@ class Preset:
                 dtype=self.dtype,
                 native_bf16=self.hardware.native_bf16,
                 label=self.hardware.label,
-                quant_storage=storage,
+                quant_storage=self.quantization().get("bnb_4bit_quant_storage", "uint8"),
                 activation_checkpointing=bool(self.training.get("activation_checkpointing")),
                 accumulates=self.gradient_accumulation_steps > 1,
                 replicated=self.mesh is not None and self.mesh.dp_replicate_size > 1,
