@@ -42,12 +42,11 @@ def accelerate_config(preset, deepspeed_file: str) -> dict:
                 ("sp_attn_implementation", "sdpa"),
             )
         }
-    config |= {
+    return config | {
         "num_machines": preset.machines,
         "num_processes": preset.processes,
         "use_cpu": preset.hardware.backend == "cpu",
     }
-    return config
 
 
 # Without fsdp_version accelerate runs FSDP1, and without a wrap policy it wraps nothing.

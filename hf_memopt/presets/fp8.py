@@ -11,7 +11,7 @@ from types import MappingProxyType
 from hf_memopt.errors import InputError
 from hf_memopt.packages import require
 from hf_memopt.presets.environment import PRECISION
-from hf_memopt.presets.preset import Preset
+from hf_memopt.presets.preset import Preset, retrained
 
 ENVIRONMENT = {PRECISION: "fp8", "ACCELERATE_FP8_BACKEND": "AO"}
 
@@ -31,9 +31,5 @@ def in_fp8(preset: Preset) -> Preset:
             f"precision=fp8 under {preset.strategy}: accelerate always computes in bf16 under DeepSpeed; use fsdp2"
         )
     require("torchao", "precision=fp8")
-    training = {name: value for name, value in preset.training.items() if name not in ("bf16", "fp16")}
-    return replace(
-        preset,
-        training=MappingProxyType(training),
-        environment=MappingProxyType({**preset.environment, **ENVIRONMENT}),
-    )
+    environment = MappingProxyType({**preset.environment, **ENVIRONMENT})
+    return replace(retrained(preset, bf16=None, fp16=None), environment=environment)

@@ -47,9 +47,7 @@ def shipped_sbatch() -> dict[str, str]:
 
 def config_name(preset: Preset) -> str:
     """The shipped file that launches a preset, e.g. rtx_4090.yaml or a100_80gb_x8_zero3.yaml."""
-    base = preset.name
-    for name in _SAME_AS_BASE:
-        base = "l40s_x4" if base == name else base
+    base = "l40s_x4" if preset.name in _SAME_AS_BASE else preset.name
     return f"{base}.yaml" if preset.engine.plain else f"{base}_{preset.strategy}.yaml"
 
 
