@@ -251,12 +251,13 @@ class SearchSpace:
 
     def choices(self) -> Iterator[Choice]:
         """Every combination that compatibility accepts, in no order."""
+        streamed_shares = self._in_whole_periods(_STREAMED_SHARES) if self.spec.streaming else [0.0]
         for strategy in self._strategies():
             layers = self._checkpointing(strategy)
             for optimizer in self._optimizers(strategy):
                 own = optimizer.pop("knobs", frozenset())
                 for (shared, micro, accumulation), (checkpointed, inputs), knobs, streamed in itertools.product(
-                    self._batches(strategy), layers, self._knobs(strategy), self._streamed()
+                    self._batches(strategy), layers, self._knobs(strategy), streamed_shares
                 ):
                     if inputs and not knobs.isdisjoint(("activation_compression", "activation_offload")):
                         continue  # both would take the layers' inputs
@@ -279,28 +280,18 @@ class SearchSpace:
                         yield from self._of_trl(choice)
 
     def _of_trl(self, choice: Choice) -> Iterator[Choice]:
-        """The choice with all that TRL's trainer of the task leaves open."""
-        space = trl_space(self.spec)
-        if space is None:
-            yield from self._with_keys([choice])
-            return
-        for part in space.choices(choice.strategy, choice.micro_batch, choice.accumulation):
-            yield from self._with_keys([replace(choice, trl=part)])
-
-    def _with_keys(self, choices: list[Choice]) -> list[Choice]:
-        """Those that the tool whose configuration the job is has keys for."""
-        if (tool := self.spec.tool) is None:
-            return choices
+        """The choice with all that TRL's trainer of the task leaves open, and of a job that is another tool's
+        configuration what that tool has keys for."""
+        space, tool = trl_space(self.spec), self.spec.tool
         own = {f"optim.{self.spec.training.get('optim')}"}  # the user's, which the file has a word for
-        return [choice for choice in choices if choice.features <= tool.features | own]
+        parts = space.choices(choice.strategy, choice.micro_batch, choice.accumulation) if space else [NO_TRL]
+        for complete in (replace(choice, trl=part) for part in parts):
+            if tool is None or complete.features <= tool.features | own:
+                yield complete
 
     @functools.cached_property
     def _task(self) -> str:
         return self.spec.task or infer_task(self.spec.config)
-
-    @functools.cached_property
-    def _can_checkpoint(self) -> bool:
-        return supports_checkpointing(self.spec.config, model_task(self._task))
 
     def _batches(self, strategy: str) -> list[tuple[int, int, int]]:
         """(devices that share a sample, micro-batch, accumulation)."""
@@ -329,7 +320,7 @@ class SearchSpace:
 
     def _checkpointing(self, strategy: str) -> list[tuple[float, bool]]:
         """(share of checkpointed layers, inputs offloaded)."""
-        if not self._can_checkpoint:
+        if not supports_checkpointing(self.spec.config, model_task(self._task)):
             return [(0.0, False)]
         fixed, memory_args = self.spec.training, self.spec.memory_args
         ratio = memory_args.checkpoint_ratio
@@ -338,10 +329,9 @@ class SearchSpace:
         engine = engine_named(strategy)
         if engine.checkpointing:  # accelerate checkpoints every layer that it wraps, or none
             return [(0.0, False), (1.0, False)]
-        layers, period = count_layers(self.spec.config), layer_period(self.spec.config)
+        layers = count_layers(self.spec.config)
         shares = _SHARES if engine.plain and not self.spec.streaming else _SHARES_OF_ENGINES
-        # An estimate traces whole periods of both patterns, the layers' and the checkpointed ones'.
-        shares = [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
+        shares = self._in_whole_periods(shares)
         if layers <= _FEW_LAYERS and not self.spec.streaming:
             shares = [part / layers for part in range(layers + 1)]
         offloads = self.spec.preset.hardware.discrete_memory and engine.zero_stage != 3
@@ -356,11 +346,10 @@ class SearchSpace:
                 groups.setdefault(knob.group or knob.name, [frozenset()]).append(frozenset({knob.name}))
         return [frozenset().union(*names) for names in itertools.product(*reversed(groups.values()))]
 
-    def _streamed(self) -> list[float]:
-        if not self.spec.streaming:
-            return [0.0]
+    def _in_whole_periods(self, shares: tuple[float, ...]) -> list[float]:
+        """Those of which an estimate traces whole periods of both patterns: the layers' and the share's."""
         period = layer_period(self.spec.config)
-        return [share for share in _STREAMED_SHARES if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
+        return [share for share in shares if lcm(period, period_of(share)) <= max(period, _LONGEST_PERIOD)]
 
     def _optimizers(self, strategy: str) -> list[dict[str, Any]]:
         """The fields of a Choice about the optimizer. Adapters have too few states for these to matter."""
