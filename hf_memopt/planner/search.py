@@ -236,7 +236,12 @@ class Search:
             InputError: none of several choices can be estimated: it is not the choice.
         """
         if self.quick:
-            self.estimates |= {choice: self._sketched_estimate(choice) for choice in new}
+            for choice in new:
+                memory, seconds = self.sketch_bytes[choice][0], self.seconds[choice]
+                generation = self.cost.rollout(choice).generation or None
+                self.estimates[choice] = sketched_estimate(
+                    self.sketch, choice, self.build(choice), memory, seconds, generation
+                )
             return
         for number, choice in enumerate(new, 1):
             of = f" {number} of {len(new)}" if len(new) > 1 else ""
@@ -253,12 +258,6 @@ class Search:
             self.sketch_errors |= dict.fromkeys(self._keys(choice), (off, max(1, moving)))
             beside = max(0, estimate.host_bytes - self.sketch.host_bytes(choice))
             self.host_errors[choice.strategy] = min(beside, self.host_errors.get(choice.strategy, beside))
-
-    def _sketched_estimate(self, choice: Choice) -> Estimate:
-        generation = self.cost.rollout(choice).generation or None
-        return sketched_estimate(
-            self.sketch, choice, self.build(choice), self.sketch_bytes[choice][0], self.seconds[choice], generation
-        )
 
     def needs(self, choice: Choice) -> float:
         """Bytes of the device: the estimate, or the sketch corrected by the nearest estimate's error."""
