@@ -266,7 +266,7 @@ def _streamed(
     resident = [replace(reason, settings=f"{reason.settings}, all weights on the device") for reason in rejected]
     tried = []
     for named, spec in settled:
-        takes = spec.tool is None or STREAMED in spec.tool.features
+        takes = spec.tool is None or "memory.weight_streaming" in spec.tool.features
         if takes and (streaming := streaming_spec(spec)):
             what = f"{METHOD_TITLES[spec.preset.method]}{named}, weights streamed"
             tried.append((what, streaming, lacks_memory(streaming)))
@@ -371,9 +371,6 @@ def _profiles(spec: JobSpec, search: Search | None) -> list[Profile]:
         preset = choice.configured(spec.preset)
         profiles.append(Profile(name, share, choice, preset, memory_args, estimate, seconds, fastest / seconds))
     return profiles
-
-
-STREAMED = "memory.weight_streaming"
 
 
 def _far_too_large(spec: JobSpec) -> Rejected | None:
