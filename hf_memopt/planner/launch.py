@@ -99,20 +99,18 @@ def launcher_command(profile) -> list[str]:
     config = accelerate_config(profile, from_here(file.parent / "deepspeed" / f"{preset.strategy}.json"))
     # accelerate 1.15 takes these from a file or the environment: its words for them are for FSDP2 alone.
     shared = {name.upper(): as_word(value) for name, value in config.get("parallelism_config", {}).items()}
-    argv = [f"{name}={value}" for name, value in shared.items()]
-    argv += ["ACCELERATE_USE_PARALLELISM_CONFIG=true"] if shared else []
-    argv += ["accelerate", "launch", "--num_processes", str(config["num_processes"])]
-    argv += {"NO": [], "MULTI_GPU": ["--multi_gpu"], "FSDP": ["--use_fsdp"], "DEEPSPEED": ["--use_deepspeed"]}[
-        config["distributed_type"]
+    switches = {"NO": [], "MULTI_GPU": ["--multi_gpu"], "FSDP": ["--use_fsdp"], "DEEPSPEED": ["--use_deepspeed"]}
+    argv = [
+        *(f"{name}={value}" for name, value in shared.items()),
+        *(["ACCELERATE_USE_PARALLELISM_CONFIG=true"] if shared else []),
+        *("accelerate", "launch", "--num_processes", str(config["num_processes"])),
+        *switches[config["distributed_type"]],
+        *(["--cpu"] if config["use_cpu"] else []),
+        *(["--mixed_precision", config["mixed_precision"]] if "mixed_precision" in config else []),
     ]
-    if config["use_cpu"]:
-        argv.append("--cpu")
-    if "mixed_precision" in config:
-        argv += ["--mixed_precision", config["mixed_precision"]]
     for key, value in {**config.get("deepspeed_config", {}), **config.get("fsdp_config", {})}.items():
         argv += [f"--{key}", as_word(value)]
-    argv += ["--num_machines", str(config["num_machines"])]
-    return argv + machine_words(preset)
+    return [*argv, "--num_machines", str(config["num_machines"]), *machine_words(preset)]
 
 
 def write_files(spec: JobSpec, profile, directory: str, overwrite: bool = False) -> list[str]:
@@ -161,10 +159,12 @@ def _json(value: dict) -> str:
 def recipe_command(spec: JobSpec, profile) -> list[str]:
     """The recipe and its arguments: what differs from the preset that it names."""
     preset = profile.preset
-    argv = [shlex.quote(from_here(_recipe_file(spec))), "--preset", preset.name, "--method", preset.method]
-    argv += ["--model_name_or_path", shlex.quote(hub_id(spec.model))]
-    argv += _length_arguments(spec)
-    argv += ["--effective_batch_size", str(spec.effective_batch_size)]
+    argv = [
+        *(shlex.quote(from_here(_recipe_file(spec))), "--preset", preset.name, "--method", preset.method),
+        *("--model_name_or_path", shlex.quote(hub_id(spec.model))),
+        *_length_arguments(spec),
+        *("--effective_batch_size", str(spec.effective_batch_size)),
+    ]
     usual = preset_by_name(preset.name, preset.method, None if preset.engine.alone else preset.strategy)
     given: dict[str, Any] = {
         "per_device_train_batch_size": preset.micro_batch_size,
