@@ -164,12 +164,6 @@ class Sketch:
         """Samples of a choice's micro-batch, in those of the first trace; a part of one that devices share."""
         return choice.micro_batch / self.job.fields["per_device_train_batch_size"] / choice.shared
 
-    def _samples(self, name: str, choice: Choice) -> float:
-        """samples() of a segment: of several micro-batches, where these are generated at once."""
-        if name.startswith(GENERATION) and choice.trl.steps_per_generation:
-            return self.samples(choice) * choice.trl.steps_per_generation / self.job.fields["steps_per_generation"]
-        return self.samples(choice)
-
     def host_bytes(self, choice: Choice) -> int:
         """Bytes that a choice moves to the host from each device."""
         moved = sum(knob.host(self, choice) for knob in choice.on)
@@ -223,11 +217,12 @@ class Sketch:
         cannot be compressed or moved.
         """
         kinds: dict[str, float] = {}
-        growing = 0.0
+        growing, samples = 0.0, self.samples(choice)
+        if name.startswith(GENERATION) and (steps := choice.trl.steps_per_generation):  # micro-batches, all at once
+            samples = samples * steps / self.job.fields["steps_per_generation"]
         for share, (single, double) in self.shares(choice):
             if name not in single.peaks or name not in double.peaks:
                 continue
-            samples = self._samples(name, choice)
             of_kind = _line(single.peaks[name].by_kind, double.peaks[name].by_kind, samples)
             for kind, size in of_kind.items():
                 kinds[kind] = kinds.get(kind, 0) + share * size
