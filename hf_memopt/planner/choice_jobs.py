@@ -53,8 +53,14 @@ def baseline_jobs(spec: JobSpec, choices: list[Choice]) -> list[Job]:
     plain = min(choices, key=lambda choice: (choice.strategy == "ddp", choice.levers))
 
     def build(samples: int, checkpointed: bool) -> Job:
-        choice = replace(plain, micro_batch=samples, accumulation=1, checkpointed=float(checkpointed))
-        choice = replace(choice, streamed=float(spec.streaming), shared=1)
+        choice = replace(
+            plain,
+            micro_batch=samples,
+            accumulation=1,
+            shared=1,
+            checkpointed=float(checkpointed),
+            streamed=float(spec.streaming),
+        )
         if plain.trl.steps_per_generation:  # a group for every sample, whose batch the trainer takes as whole
             group = trl_space(spec).setting("num_generations")
             choice = replace(choice, trl=replace(plain.trl, steps_per_generation=group))

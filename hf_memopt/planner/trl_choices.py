@@ -184,8 +184,7 @@ class TrlSpace:
             seen.add(share)
             name = "vllm_enable_sleep_mode"
             for sleeps in [bool(self.fixed[name])] if name in self.fixed else [False, True]:
-                part = replace(choice.trl, share=share, waves=waves, sleeps=sleeps)
-                yield replace(choice, trl=part)
+                yield replace(choice, trl=replace(choice.trl, share=share, waves=waves, sleeps=sleeps))
 
     @property
     def colocates(self) -> bool:

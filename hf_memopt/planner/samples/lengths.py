@@ -123,9 +123,8 @@ def _features(spec: JobSpec) -> Iterator[tuple[str, JobSpec, Choice]]:
             settings, choice = f"{settings}, {word}", changed
             yield settings, spec, choice
     memory_args = replace(spec.memory_args, **MLP_TILES.settings)
-    tiled = replace(spec, memory_args=memory_args)
     configured = choice.configured(spec.preset)
     fields = {**configured.training, **choice.fields(configured, spec.training)}
     refused = Facts.of_settings(memory_args, fields, choice.engine).feature_refusals()
     if spec.memory_args.mlp_tile_size is None and not any(refused):
-        yield f"{settings}, MLP in tiles of {CHUNK} tokens", tiled, choice
+        yield f"{settings}, MLP in tiles of {CHUNK} tokens", replace(spec, memory_args=memory_args), choice

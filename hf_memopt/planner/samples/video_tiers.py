@@ -254,5 +254,4 @@ def tier_job(preset: Preset, config, **changes: Any) -> Job:
         "memory_args": with_few_logits(changes.pop("memory_args", MemoryArguments()), config),
     }
     training["per_device_train_batch_size"] = 1
-    spec = preset_spec(preset, config, **{**job, **changes}, world_size=1, training=training)
-    return spec_job(spec)
+    return spec_job(preset_spec(preset, config, **{**job, **changes}, world_size=1, training=training))
