@@ -1,6 +1,5 @@
 """`hf-memopt export`: a preset as the files that a person copies, edits and runs."""
 
-import json
 import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.other_names import meant_by, plain_word
 from hf_memopt.packages import missing_for
 from hf_memopt.presets import Preset, preset_by_name
-from hf_memopt.presets.accelerate_config import inline, yaml_text
+from hf_memopt.presets.accelerate_config import inline, json_text, yaml_text
 from hf_memopt.presets.launch_script import scripts
 from hf_memopt.presets.preset import on_machines
 from hf_memopt.recipe.recipe_arguments import RecipeArguments
@@ -83,7 +82,10 @@ def export_preset(options: ExportOptions, as_json: bool) -> None:
     folder = folder_for(options.directory)
     start = "sbatch {}/slurm.sbatch" if options.target or preset.machines > 1 else "sh {}/launch.sh"  # {}: the folder
     if options.target in targets:
-        config_files = {"training_arguments.json": _json(_settings(preset)), **_yaml_alone(preset, options.nvme_path)}
+        config_files = {
+            "training_arguments.json": json_text(_settings(preset)),
+            **_yaml_alone(preset, options.nvme_path),
+        }
         recipe = [options.recipe, *_recipe_arguments(preset, options)]
         files, start = targets[options.target](preset, options.target, recipe, config_files)
     elif options.yaml_only:
@@ -120,10 +122,9 @@ def _split_sequences(preset: Preset, devices: int) -> Preset:
 
 def _contents(preset: Preset, folder: Path, options: ExportOptions) -> dict[str, str]:
     """File name -> text."""
-    files = {"training_arguments.json": _json(_settings(preset))}
-    deepspeed = _with_nvme_path(preset, options.nvme_path)
-    if deepspeed:
-        files["deepspeed.json"] = _json(deepspeed)
+    files = {"training_arguments.json": json_text(_settings(preset))}
+    if deepspeed := _with_nvme_path(preset, options.nvme_path):
+        files["deepspeed.json"] = json_text(deepspeed)
     # accelerate resolves this path against the working directory, so it has to be absolute.
     files["accelerate.yaml"] = yaml_text(preset.accelerate_config(str(folder / "deepspeed.json")), _comment(preset))
     script = shipped("recipes") / f"{options.recipe}.py"
@@ -172,7 +173,3 @@ def _recipe_arguments(preset: Preset, options: ExportOptions) -> list[str]:
         *(["--attn_implementation", "sdpa"] if preset.sequence_parallel > 1 else []),
         *options.arguments,
     ]
-
-
-def _json(value: dict) -> str:
-    return json.dumps(value, indent=2) + "\n"

@@ -10,7 +10,7 @@ from hf_memopt.errors import InputError, brief
 from hf_memopt.files import from_here, shipped
 from hf_memopt.foreign.translate import EVALUATION, Translation
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.presets.accelerate_config import yaml_text
+from hf_memopt.presets.accelerate_config import json_text, yaml_text
 from hf_memopt.stack.vocabulary import written
 
 RECIPES = {None: "sft", "causal-lm": "sft", "sft": "sft", "dpo": "dpo", "grpo": "grpo"}
@@ -38,16 +38,13 @@ def recipe_arguments(spec: JobSpec, translation: Translation) -> dict[str, Any]:
     """
     if spec.sizes or (spec.method == "lora" and spec.quantization):
         raise InputError("quantized weights of other than 4 bits are for estimate: no recipe loads them")
-    own = {
+    values = {
         "model_name_or_path": str(spec.model),
         "method": spec.method,
         "max_length": spec.seq_len,
         "dtype": None if spec.dtype == "auto" else spec.dtype,
         "attn_implementation": spec.attn_implementation,
         "packing": True if spec.packed and RECIPES[spec.task] == "sft" else None,
-    }
-    values = {
-        **own,
         **translation.run,
         **{k: v for k, v in spec.training.items() if k not in (*_ENGINES, *EVALUATION)},
     }
@@ -119,7 +116,7 @@ def migrated_files(spec: JobSpec, translation: Translation, folder: Path) -> dic
     comment = f"{translation.table.name}'s settings as {recipe.name}'s, written by hf-memopt migrate"
     files = {"recipe.yaml": yaml_text(recipe_arguments(spec, translation), comment)}
     if deepspeed:
-        files["deepspeed.json"] = json.dumps(deepspeed, indent=2) + "\n"
+        files["deepspeed.json"] = json_text(deepspeed)
     launcher = accelerate_words(spec, folder / "deepspeed.json")
     config = shlex.quote(str(folder / "recipe.yaml"))
     command = f'exec {" ".join(launcher)} \\\n    {shlex.quote(str(recipe))} --config {config} "$@"\n'

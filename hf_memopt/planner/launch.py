@@ -16,7 +16,7 @@ from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.files import folder_for, from_here, shipped, write_folder
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.presets import preset_by_name
-from hf_memopt.presets.accelerate_config import yaml_text
+from hf_memopt.presets.accelerate_config import json_text, yaml_text
 from hf_memopt.presets.launch_script import machine_words, scripts
 from hf_memopt.presets.shipped_configs import config_name
 from hf_memopt.presets.trl_configs import preset_fields
@@ -134,11 +134,11 @@ def write_files(spec: JobSpec, profile, directory: str, overwrite: bool = False)
     if hidden := [name for name in spec.training if is_secret(name)]:
         logger.warning("%s: not written to files; set HF_TOKEN where the job runs, or `hf auth login`", hidden[0])
     files = {
-        "training_arguments.json": _json(training_arguments(spec, profile)),
-        "plan.json": _json(as_dict(spec, profile)),
+        "training_arguments.json": json_text(training_arguments(spec, profile)),
+        "plan.json": json_text(as_dict(spec, profile)),
     }
     if deepspeed := profile.preset.deepspeed_config():
-        files["deepspeed.json"] = _json(deepspeed)
+        files["deepspeed.json"] = json_text(deepspeed)
     config = accelerate_config(profile, str(folder / "deepspeed.json"))
     comment = f"{profile.preset.name}, profile {profile.name}: {profile.summary}; written by hf-memopt plan"
     files["accelerate.yaml"] = yaml_text(config, comment)
@@ -150,10 +150,6 @@ def write_files(spec: JobSpec, profile, directory: str, overwrite: bool = False)
     files |= scripts(profile.preset, folder, argv)
     write_folder(folder, files, overwrite)
     return [str(folder / file) for file in sorted(files)]
-
-
-def _json(value: dict) -> str:
-    return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def recipe_command(spec: JobSpec, profile) -> list[str]:

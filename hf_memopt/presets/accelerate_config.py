@@ -1,4 +1,4 @@
-"""The accelerate configuration of a preset: a dict, and the YAML text that is shipped and exported."""
+"""The accelerate configuration of a preset: a dict, and the text of files that are shipped and exported."""
 
 import base64
 import json
@@ -69,6 +69,11 @@ def inline(deepspeed: Mapping[str, Any]) -> str:
     defaults, which take gigabytes.
     """
     return base64.urlsafe_b64encode(json.dumps(deepspeed, separators=(",", ":")).encode()).decode()
+
+
+def json_text(settings: dict) -> str:
+    """Settings as JSON for a file."""
+    return json.dumps(settings, indent=2, default=str) + "\n"
 
 
 def yaml_text(config: dict, comment: str) -> str:
