@@ -5,6 +5,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from hf_memopt.cli.output import bar
 from hf_memopt.cli.speed_printed import AmountOptions
 from hf_memopt.units import gib, size
 
@@ -57,12 +58,10 @@ def memory_bar(estimate) -> list[str]:
     if estimate.capacity_bytes is None:
         return [f"{size(whole)} predicted, of a capacity that is not known", *lines]
     share = whole / estimate.capacity_bytes
-    length = min(_BAR, width() - 32)
-    filled = min(length, round(length * share))
-    bar = "█" * filled + "░" * (length - filled)
     paged = f"{size(estimate.paged_bytes, whole)} of it paged optimizer states, which leave where others need the room"
     lines += paragraph(paged) if estimate.paged_bytes > whole / 50 else []
-    return [f"{bar} {size(whole)} of {size(estimate.capacity_bytes)}, {share:.0%}", *lines]
+    drawn = bar(share, min(_BAR, width() - 32))
+    return [f"{drawn} {size(whole)} of {size(estimate.capacity_bytes)}, {share:.0%}", *lines]
 
 
 def speed_lines(estimate, took, amount: AmountOptions, samples: int | None = None) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from hf_memopt.cli.output import print_json, verbatim
+from hf_memopt.cli.output import bar, print_json, verbatim
 from hf_memopt.errors import InputError, accepted, one_line
 from hf_memopt.levers.arguments import PROFILES
 from hf_memopt.monitor.device_usage import Device, read_devices
@@ -119,14 +119,9 @@ def _devices(devices: list[Device], profile: str):
         processes = "\n".join(f"{task.name} {task.pid}: {size(task.memory)}" for task in device.processes[:3])
         busy = "" if device.busy is None else f"{device.busy:.0%}"
         share = Text(f"{device.utilization:.0%} {status}", style=_COLOURS[status])
-        used, total, bar = size(device.used), size(device.total), _bar(device.utilization)
-        table.add_row(verbatim(device.label), used, total, bar, busy, share, verbatim(processes))
+        sizes = size(device.used), size(device.total), bar(device.utilization, 6)
+        table.add_row(verbatim(device.label), *sizes, busy, share, verbatim(processes))
     return table
-
-
-def _bar(share: float, cells: int = 6) -> str:
-    full = round(min(1.0, share) * cells)
-    return "█" * full + "░" * (cells - full)
 
 
 def _steps(run: Run):

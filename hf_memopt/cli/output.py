@@ -20,6 +20,12 @@ def progress(text: str) -> None:
     show_status(text)
 
 
+def bar(share: float, cells: int) -> str:
+    """A share as a bar of so many characters."""
+    full = round(min(1.0, share) * cells)
+    return "█" * full + "░" * (cells - full)
+
+
 def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on stdout, without secrets."""
     json.dump(redact(value), sys.stdout, indent=2, default=str)
