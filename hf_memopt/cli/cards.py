@@ -6,10 +6,12 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hf_memopt.cli.estimate import import_libraries
 from hf_memopt.cli.output import print_json, print_table, progress
 from hf_memopt.cli.speed_printed import AmountOptions
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.timing.duration import time_text, two_digits
+from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.presets import METHOD_TITLES
@@ -60,6 +62,9 @@ class CardOptions:
 
 def run_cards(spec: JobSpec, options: CardOptions, as_json: bool) -> int:
     """Print the cards that train the job; 0 if there are any, 1 if not."""
+    import_libraries()
+    if spec.task in TRL_TASKS:
+        raise InputError(f"task={spec.task} is planned for one card: name it with --hardware")
     from hf_memopt.planner.market.cards import choose_card
 
     answer = choose_card(spec, options.amount.read(), options.prices, options.max_price, options.every, progress)

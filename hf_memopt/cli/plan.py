@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.cli.answer_printed import command_lines, paragraph
-from hf_memopt.cli.cards import CardOptions, run_cards
 from hf_memopt.cli.estimate import import_libraries, settle_job
 from hf_memopt.cli.foreign import plan_edits
 from hf_memopt.cli.output import print_json, print_table, progress, working
 from hf_memopt.cli.plan_printed import print_plan
 from hf_memopt.cli.speed_printed import AmountOptions, to_dict
 from hf_memopt.errors import InputError, accepted
-from hf_memopt.estimator.trl_tasks import TRL_TASKS
 from hf_memopt.files import folder_for, from_here
 from hf_memopt.foreign.edits import in_words
 from hf_memopt.foreign.source import Source
@@ -33,14 +31,6 @@ class ExportOptions:
     folder: str | None = None
     overwrite: bool = False
     profile: str = "balanced"
-
-
-def run_which_card(spec: JobSpec, cards: CardOptions, as_json: bool) -> int:
-    """Print the cards on which the job trains; 0 if there are any, 1 if there are none."""
-    import_libraries()
-    if spec.task in TRL_TASKS:
-        raise InputError(f"task={spec.task} is planned for one card: name it with --hardware")
-    return run_cards(spec, cards, as_json)
 
 
 def run_plan(
@@ -74,7 +64,8 @@ def run_plan(
         edits = {"keys": keys, "diff": diff, "launcher": launcher} if source else None
         print_json(plan.to_dict() | {"exported": written, "durations": _durations(plan, amount), "edits": edits})
         return 0 if plan.profiles else 1
-    after = paragraph(_wrote(written)) if written else []
+    names = ", ".join(Path(file).name for file in written)
+    after = paragraph(f"wrote {names} to {from_here(Path(written[0]).parent)}") if written else []
     if source and plan.profiles:
         after += diff.splitlines() or paragraph(f"{source.label}: {in_words(keys) or 'has these settings already'}")
         after += command_lines(f"{launcher} …", "start") if launcher else []
@@ -93,11 +84,6 @@ def _export(plan, export: ExportOptions) -> list[str]:
     if profile.name != export.profile:
         progress(f"nothing fits the profile {export.profile}: writing {profile.name}")
     return write_files(plan.spec, profile, export.folder, export.overwrite)
-
-
-def _wrote(files: list[str]) -> str:
-    names = (Path(file).name for file in files)
-    return f"wrote {', '.join(names)} to {from_here(Path(files[0]).parent)}"
 
 
 def _durations(plan, amount: AmountOptions) -> dict[str, Any]:
@@ -133,8 +119,10 @@ def run_lengths(spec: JobSpec, as_json: bool) -> int:
 
 
 def _print_lengths(spec, lengths) -> None:
-    title = f"{spec.model_name} on {spec.preset.hardware.label} ({gib(spec.memory)}): the longest sequence "
-    title += f"predicted to fit in {PLAN_PROFILES['balanced'][1]:.0%} of it, one sample at a time"
+    title = (
+        f"{spec.model_name} on {spec.preset.hardware.label} ({gib(spec.memory)}): the longest sequence predicted to "
+        f"fit in {PLAN_PROFILES['balanced'][1]:.0%} of it, one sample at a time"
+    )
     print("\n".join(paragraph(title)))
     if not lengths:
         print("nothing fits: the weights alone take more; see --method qlora")
@@ -205,9 +193,11 @@ def frames_job(spec: JobSpec):
 def _print_frames(spec: JobSpec, job, rows) -> None:
     micro = job.fields["per_device_train_batch_size"]
     method = "full" if spec.method == "any" else spec.method
-    title = f"{spec.model}, {method}, micro-batch {micro}, clips of {job.video.width} × {job.video.height} on "
-    title += f"{job.device.label} ({gib(job.device.memory)}): the most frames predicted to fit in "
-    title += f"{job.memory_args.target_memory_utilization:.0%} of it"
+    title = (
+        f"{spec.model}, {method}, micro-batch {micro}, clips of {job.video.width} × {job.video.height} on "
+        f"{job.device.label} ({gib(job.device.memory)}): the most frames predicted to fit in "
+        f"{job.memory_args.target_memory_utilization:.0%} of it"
+    )
     print("\n".join(paragraph(title)))
     table = [
         (
@@ -219,4 +209,4 @@ def _print_frames(spec: JobSpec, job, rows) -> None:
         for row in rows
     ]
     columns = ("--max_pixels_per_frame", "--max_frames", "tokens per sample", "predicted")
-    print_table("", columns, [tuple(map(str, row)) for row in table])
+    print_table("", columns, table)

@@ -160,9 +160,9 @@ def plan(
     json: Json = False,
 ) -> None:
     """Find the fastest settings that fit, for profiles from safe to maximum; exit code 1 if nothing fits."""
-    from hf_memopt.cli.cards import ANY, CardOptions
+    from hf_memopt.cli.cards import ANY, CardOptions, run_cards
     from hf_memopt.cli.foreign import read_job
-    from hf_memopt.cli.plan import ExportOptions, check_frames, run_frames, run_lengths, run_plan, run_which_card
+    from hf_memopt.cli.plan import ExportOptions, check_frames, run_frames, run_lengths, run_plan
     from hf_memopt.cli.speed_printed import AmountOptions
     from hf_memopt.cli.words import check_words
     from hf_memopt.data.sources import local_path
@@ -249,10 +249,9 @@ def plan(
     amount = AmountOptions(tokens=tokens, epochs=epochs, samples=samples, price=price)
     amount.read()
     cards = CardOptions(prices=prices, max_price=max_price, every=every, amount=amount)
-    if not any_card:
-        cards.refuse()
     if any_card:
-        raise typer.Exit(run_which_card(spec, cards, json))
+        raise typer.Exit(run_cards(spec, cards, json))
+    cards.refuse()
     if frames is not None:
         raise typer.Exit(run_frames(spec, json))
     if longest:
