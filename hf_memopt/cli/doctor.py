@@ -125,7 +125,7 @@ def _report() -> dict[str, Any]:
         for name, use in _PACKAGES.items()
     }
     loading = _data_loading(preset)
-    problems += [*beyond_tried(), *_package_problems(packages), *_compiler_problems(packages)]
+    problems += [*beyond_tried(), *_package_problems(packages)]
     with quiet(), contextlib.redirect_stdout(sys.stderr):  # DeepSpeed 0.19.8 logs to stdout while it is imported
         problems += _refused_predictions(faults, Part)
     if loading.warning:
@@ -205,14 +205,6 @@ def _data_loading(preset):
     return loader_memory({"dataloader_num_workers": 1, **resolve(preset, preset.processes, {})}, batch)
 
 
-def _package_problems(packages: dict) -> list[str]:
-    return [
-        f"{name} is not installed, for {packages[name]['needed_for']}: {how_to_install(name)}"
-        for name in _REQUIRED
-        if not packages[name]["version"]
-    ]
-
-
 def _free_memory(backend: str) -> int:
     """Bytes that a job started now could use, with other programs running."""
     import psutil
@@ -223,11 +215,16 @@ def _free_memory(backend: str) -> int:
     return psutil.virtual_memory().available
 
 
-def _compiler_problems(packages: dict) -> list[str]:
-    """DeepSpeed compiles its host optimizer and its disk access at first use."""
+def _package_problems(packages: dict) -> list[str]:
+    """Packages that are missing, and what DeepSpeed lacks, which compiles its host optimizer and disk access at first
+    use."""
+    problems = [
+        f"{name} is not installed, for {packages[name]['needed_for']}: {how_to_install(name)}"
+        for name in _REQUIRED
+        if not packages[name]["version"]
+    ]
     if not packages["deepspeed"]["version"]:
-        return []
-    problems = []
+        return problems
     if compiler() is None:
         problems.append("no C++ compiler: DeepSpeed cannot build its CPU optimizer for the offload strategies")
     elif sys.platform == "linux" and not has_libaio():

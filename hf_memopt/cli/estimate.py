@@ -99,10 +99,9 @@ def run_estimate(
     else:
         devices = f"{job.world_size} × " if job.world_size > 1 else ""
         title = f"{spec.model}, {preset.method}, {_batch_in_words(job)} on {devices}{job.device.label}"
-        answer = EstimatedJob(
+        EstimatedJob(
             title=title, settings=settings, estimate=estimate, savings=savings, took=took, amount=amount
-        )
-        answer.print(verbose)
+        ).print(verbose)
     return 1 if estimate.fits is False else 0
 
 
@@ -314,19 +313,20 @@ def _print_dry_run(options: DryRunOptions, plot_file: str | None, as_json: bool,
     if plot_file:
         _plot(estimate, plot_file, options.script)
     if as_json:
-        content = estimate.to_dict() | {"hardware": job.device.name, "devices": devices}
-        content |= {"duration": to_dict(estimate, took)}
-        print_json(content | {"levers": [asdict(saving) for saving in savings]})
+        print_json(
+            estimate.to_dict()
+            | {"hardware": job.device.name, "devices": devices, "duration": to_dict(estimate, took)}
+            | {"levers": [asdict(saving) for saving in savings]}
+        )
     else:
-        answer = EstimatedJob(
+        EstimatedJob(
             title=f"{options.script} on {f'{devices} × ' if devices > 1 else ''}{job.device.label}",
             settings=None,
             estimate=estimate,
             savings=savings,
             took=took,
             amount=AmountOptions(price=options.price),
-        )
-        answer.print(options.verbose)
+        ).print(options.verbose)
     return 1 if estimate.fits is False else 0
 
 

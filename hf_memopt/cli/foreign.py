@@ -47,7 +47,8 @@ def read_job(
     with as_input_error(source.label, InputError):
         translation.check()
         devices = asked.world_size or (count if count > 1 else None)
-        spec = _over(translation.spec(_length(options), devices), asked, options)
+        length = options["seq_len"] if isinstance(options.get("seq_len"), int) else None  # else the longest that fits
+        spec = _over(translation.spec(length, devices), asked, options)
         tool = replace(
             spec.tool,
             reads=lambda ours: _over(planned(source, ours), asked, options),
@@ -98,11 +99,6 @@ def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str, str | None
     if source.table.launched and profile.preset.processes > 1:  # the file says who checkpoints, not FSDP's
         launcher = " ".join(launcher_command(replace(profile, choice=replace(profile.choice, checkpointed=0.0))))
     return keys, diff(source, edit(source, keys)), launcher
-
-
-def _length(options: Mapping[str, Any]) -> int | None:
-    """The length that an option sets; None for the longest that fits."""
-    return options["seq_len"] if isinstance(options.get("seq_len"), int) else None
 
 
 def _over(spec: JobSpec, asked: JobSpec, options: Mapping[str, Any]) -> JobSpec:

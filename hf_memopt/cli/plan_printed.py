@@ -144,12 +144,10 @@ def _start(spec, profile) -> tuple[list[str], list[str]]:
     )
 
     if has_recipe(spec):
-        texts = "for texts; --task sft plans recipes/sft.py, for chats and answers"
-        notes = [
-            missing_for(recipe_name(spec), profile.preset.strategy),
-            texts if recipe_name(spec) == "pretrain" else "",
-        ]
-        return command_lines(launch_command(spec, profile)), [note for note in notes if note]
+        recipe = recipe_name(spec)
+        texts = "for texts; --task sft plans recipes/sft.py, for chats and answers" if recipe == "pretrain" else ""
+        notes = filter(None, (missing_for(recipe, profile.preset.strategy), texts))
+        return command_lines(launch_command(spec, profile)), [*notes]
     config = TRL_TASKS[spec.task].config if spec.task in TRL_TASKS else "TrainingArguments"
     lines = []
     for name, fields in ((config, training_arguments(spec, profile)), ("MemoryArguments", memory_settings(profile))):

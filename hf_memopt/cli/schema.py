@@ -26,9 +26,12 @@ def run_schema(command: str) -> None:
         "advise": _advise,
         "doctor": _doctor,
         "dry-run": _dry_run,
-        "estimate": _estimate_command,
+        "estimate": lambda: _object(
+            **_dry_run()["properties"], model=_TEXT, method=_TEXT, preset=_or_none(_TEXT), dtype=_TEXT
+        ),
         "export": lambda: _object(directory=_TEXT, files=_list(_TEXT)),
-        "plan": _plan,
+        # For one card profiles, for --hardware any cards for a job, for --frames max frames of videos.
+        "plan": lambda: {"oneOf": [_profiles(), _cards(), _frames()]},
         "presets": lambda: _object(presets=_list(_object(**_PRESET))),
         "show": _show,
     }
@@ -98,15 +101,6 @@ def _dry_run() -> dict[str, Any]:
     devices = {"hardware": _TEXT, "devices": _INTEGER}
     savings = _list(_object(**_properties(Saving)))
     return _object(**_estimate()["properties"], **devices, duration=_duration(), levers=savings)
-
-
-def _estimate_command() -> dict[str, Any]:
-    return _object(**_dry_run()["properties"], model=_TEXT, method=_TEXT, preset=_or_none(_TEXT), dtype=_TEXT)
-
-
-def _plan() -> dict[str, Any]:
-    """Three answers: profiles for one card, cards for a job (--hardware any), frames of videos (--frames max)."""
-    return {"oneOf": [_profiles(), _cards(), _frames()]}
 
 
 def _profiles() -> dict[str, Any]:
