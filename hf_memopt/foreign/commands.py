@@ -13,6 +13,7 @@ from typing import Any
 from hf_memopt.errors import InputError, brief
 from hf_memopt.foreign.launchers import (
     LAUNCHERS,
+    MODULES,
     POSITIONALS,
     PREFIXES,
     Launch,
@@ -49,13 +50,6 @@ _OWN_LAUNCHERS = {
     "llama_factory": "LLaMA-Factory",
     "axolotl": "accelerate",
     "trl": "accelerate",
-}
-# Modules that are launchers.
-_LAUNCHER_MODULES = {
-    "torch.distributed.run": "torchrun",
-    "torch.distributed.launch": "torchrun",
-    "accelerate.commands.launch": "accelerate launch",
-    "deepspeed.launcher.runner": "deepspeed",
 }
 _FILE = (".yaml", ".yml", ".json")
 _MEGATRON = "its Megatron backend keeps weights, gradients and optimizer states otherwise than a Trainer: not modelled"
@@ -197,7 +191,7 @@ def _started(words: Sequence[Word], check: bool = True) -> Command | None:
     options.pop("module", None)
     if not rest:
         return None
-    if launcher == "python" and module and (nested := _LAUNCHER_MODULES.get(rest[0].text)):
+    if launcher == "python" and module and (nested := MODULES.get(rest[0].text)):
         command = _started([*(Word(word, 0, 0) for word in nested.split()), *rest[1:]], check)
     else:
         command = _program(rest, Launch(launcher, options), check)

@@ -2,7 +2,7 @@
 
 import functools
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -107,27 +107,21 @@ class Table:
 
     def features(self) -> frozenset[str]:
         """The settings of a plan that have keys of theirs (planner's Choice.features)."""
+        strategy, optim = self.plan.get("strategy", {}), self.plan.get("training.optim", {})
+        # Strategies that a key of theirs or their launcher starts; values of optim that have a word of theirs.
+        strategies = strategy.get("launched") or strategy.get("values", ())
+        rows = (row.values or {} for row in self.rows if row.to == "training.optim")
+        optimizers = optim.get("values") or {ours for values in rows for ours in values.values()}
         return frozenset(
             {name for name in self.plan if name not in ("strategy", "training.optim")}
-            | {f"strategy.{name}" for name in self._strategies()}
-            | {f"optim.{name}" for name in self._optimizers()}
+            | {f"strategy.{name}" for name in strategies}
+            | {f"optim.{name}" for name in optimizers}
         )
 
     @property
     def launched(self) -> bool:
         """True if accelerate launch starts a plan's strategy, and no key of theirs does."""
         return "launched" in self.plan.get("strategy", {})
-
-    def _strategies(self) -> Iterable[str]:
-        """Those that a key of theirs or their launcher starts."""
-        entry = self.plan.get("strategy", {})
-        return entry.get("launched") or entry.get("values", ())
-
-    def _optimizers(self) -> set[str]:
-        """Values of optim that have a word of theirs."""
-        words = self.plan.get("training.optim", {}).get("values")
-        rows = [row.values or {} for row in self.rows if row.to == "training.optim"]
-        return set(words) if words else {ours for values in rows for ours in values.values()}
 
     def theirs(self, ours: str, value: Any) -> dict[str, Any]:
         """Their keys and values for a setting of ours that a plan chose; None takes a key out.

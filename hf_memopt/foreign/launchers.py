@@ -98,10 +98,11 @@ def launcher_options(launcher: str, words: Sequence[Word]) -> tuple[dict[str, An
     return take_options(words, lambda name: name not in switches and (name.startswith("--") or len(name) == 2))
 
 
-_MODULES = {
-    "accelerate.commands.launch": "accelerate",
+# Modules that are launchers.
+MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",
+    "accelerate.commands.launch": "accelerate launch",
     "deepspeed.launcher.runner": "deepspeed",
 }
 
@@ -121,7 +122,7 @@ def split_launch(words: Sequence[str]) -> tuple[Launch | None, list[str], list[s
         return None, [], list(words)
     by, rest = _program(words[0]), list(words[1:])
     if by == "python" and len(rest) > 1 and rest[0] == "-m":
-        by, rest = _MODULES.get(rest[1], by), rest[2:]
+        by, rest = MODULES.get(rest[1], by).partition(" ")[0], rest[2:]
     elif by == "accelerate" and rest[:1] == ["launch"]:
         rest = rest[1:]
     options, after = launcher_options(by, [Word(word, 0, 0) for word in rest])
@@ -159,7 +160,7 @@ def count_processes(launch: Launch, environment: Mapping[str, str]) -> tuple[int
         "deepspeed": _deepspeed,
         "LLaMA-Factory": _llama_factory,
         "ms-swift": _swift,
-        "torchtune": _torchrun if options else _one,
+        "torchtune": _torchrun if options else lambda *_: ((1 if visible else None), ""),
     }
     return counts.get(launch.by, _python)(options, environment, visible)
 
@@ -247,10 +248,6 @@ def _swift(_: Mapping[str, Any], environment: Mapping[str, str], visible: int | 
     if {"NPROC_PER_NODE", "NNODES"} & environment.keys():
         options = {"nproc_per_node": environment.get("NPROC_PER_NODE", 1), "nnodes": environment.get("NNODES", 1)}
         return _torchrun(options, environment, visible)
-    return (1 if visible else None), ""
-
-
-def _one(_: Mapping[str, Any], __: Mapping[str, str], visible: int | None) -> _Count:
     return (1 if visible else None), ""
 
 

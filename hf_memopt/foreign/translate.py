@@ -91,8 +91,7 @@ class Translation:
         Raises:
             InputError: a refused or an unknown key.
         """
-        sentences = [sentence for _, sentence in self.faults()]
-        if sentences:
+        if sentences := [sentence for _, sentence in self.faults()]:
             more = f" ({len(sentences) - 1} more: hf-memopt doctor FILE)" if len(sentences) > 1 else ""
             raise InputError(f"{self.table.name}: {sentences[0]}{more}")
 
