@@ -52,6 +52,8 @@ RATE = _scalar("a number of 0 or more", lambda value: _is_finite(value) and 0 <=
 FRACTION = _scalar("a share of 1", lambda value: _is_finite(value) and 0 <= value <= 1)
 SHARE = _scalar("a share", lambda value: _is_finite(value) and 0 <= value <= 1000)
 LOSS = _scalar("a number", lambda value: _is_number(value) and (isinstance(value, float) or abs(value) < LARGEST))
+LIST = _scalar("a list", lambda value: isinstance(value, list))
+OBJECT = _scalar("an object", lambda value: isinstance(value, dict))
 ANYTHING = _scalar("anything", lambda value: True)
 OOM_KIND = _scalar(f"one of {', '.join(OomKind)}", lambda value: value in list(OomKind))
 
@@ -60,8 +62,7 @@ def lists(check: Check) -> Check:
     """A check of lists whose values all pass `check`."""
 
     def checked(value: Any, name: str) -> None:
-        if not isinstance(value, list):
-            raise InputError(f"{name} is {_shorten(value)}, not a list")
+        LIST(value, name)
         for index, item in enumerate(value):
             check(item, f"{name}[{index}]")
 
@@ -72,8 +73,7 @@ def mappings(check: Check) -> Check:
     """A check of objects whose values all pass `check`."""
 
     def checked(value: Any, name: str) -> None:
-        if not isinstance(value, dict):
-            raise InputError(f"{name} is {_shorten(value)}, not an object")
+        OBJECT(value, name)
         for key, item in value.items():
             check(item, f"{name}.{key[:60]}")
 
@@ -84,8 +84,7 @@ def objects(**checks: Check) -> Check:
     """A check of objects with known fields. A known field that is null is removed, as if it were missing."""
 
     def checked(value: Any, name: str) -> None:
-        if not isinstance(value, dict):
-            raise InputError(f"{name} is {_shorten(value)}, not an object")
+        OBJECT(value, name)
         for key, check in checks.items():
             if key in value and value[key] is None:
                 del value[key]
