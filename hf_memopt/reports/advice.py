@@ -156,8 +156,8 @@ def _advise_on_report(report: dict[str, Any]) -> Advice:
     figures = parse_figures(message)
     why, usual = explain(Failure(diagnosis=diagnosis, stage=stage, step=step, figures=figures))
     why = report.get("reason") or why  # the trainer knew whether memory grew, and whether this batch was the largest
-    proposed = [{"saved_bytes": None, **change} for change in report.get("next", ()) if change.get("change")]
-    proposed = proposed or _unpredicted(usual)
+    named = [{"saved_bytes": None, **change} for change in report.get("next", ()) if change.get("change")]
+    proposed = named or _unpredicted(usual)
     return Advice(str(diagnosis.kind), diagnosis.cause, stage, step, why, proposed[:3], _quote(message), figures)
 
 

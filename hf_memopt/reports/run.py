@@ -60,7 +60,7 @@ def read_run(directory: str | Path, largest_log: int = LARGEST_LOG) -> Run:
             "MemoryTrainer, or of a Trainer with MemoryCallback"
         )
     check_links(folder, (REPORT_FILE, LOG, OOM))
-    report = read_report(folder)
+    report = _checked(folder / REPORT_FILE, REPORT)
     log = folder / LOG
     readings, logged = read_log(log, largest_log) if is_there(log) else (Readings(), Events())
     events = _merged(report.get("events", ()), logged, read_oom_report(folder))
@@ -72,15 +72,6 @@ def read_run(directory: str | Path, largest_log: int = LARGEST_LOG) -> Run:
         readings.seen,
         events.left_out,
     )
-
-
-def read_report(folder: Path) -> dict[str, Any]:
-    """memory_report.json; empty where there is none.
-
-    Raises:
-        InputError: it is damaged.
-    """
-    return _checked(folder / REPORT_FILE, REPORT)
 
 
 def read_oom_report(folder: Path) -> dict[str, Any]:
@@ -105,16 +96,13 @@ def _checked(file: Path, check: Check) -> dict[str, Any]:
 
 def _merged(reported: list[dict[str, Any]], logged: Events, ended: dict[str, Any]) -> Events:
     """Events of memory_report.json, else of the log; with the end of the run, and growth that only the log has."""
-    events = Events()
+    events = Events() if reported else logged
     for event in reported:
         events.add(event)
-    if not reported:
-        events = logged
-    else:
-        named = {(event.get("step"), event.get("label")) for event in reported if event.get("event") == "memory_grows"}
-        for event in logged.to_list():
-            if event["event"] == "memory_grows" and (event.get("step"), event.get("label")) not in named:
-                events.add(event)
+    named = {(event.get("step"), event.get("label")) for event in reported if event.get("event") == "memory_grows"}
+    for event in logged.to_list() if reported else ():
+        if event["event"] == "memory_grows" and (event.get("step"), event.get("label")) not in named:
+            events.add(event)
     if ended and not any(event.get("event") == "out_of_memory" for event in events.to_list()):
         events.add(ended)
     return events

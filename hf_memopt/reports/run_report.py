@@ -298,14 +298,15 @@ def _compared(
     names = [name for name in measured if name.endswith("_bytes")]
     if not names:
         return None
-    rows = [["predicted" + (", longest" if same_batch else ""), *_sizes(estimate, names)]]
-    if same_batch:
-        rows.append([f"predicted, {batch}", *_sizes(same_batch, names)])
     predicted = same_batch or estimate
-    rows.append(["measured", *_sizes(measured, names)])
     known = {name: predicted[name] for name in names if predicted.get(name) and measured[name]}
     relative = [_signed(known[name] / measured[name] - 1, 2) if name in known else "" for name in names]
-    rows.append(["difference", *relative])
+    rows = [
+        ["predicted" + (", longest" if same_batch else ""), *_sizes(estimate, names)],
+        *([[f"predicted, {batch}", *_sizes(same_batch, names)]] if same_batch else []),
+        ["measured", *_sizes(measured, names)],
+        ["difference", *relative],
+    ]
     return {"columns": [name.removesuffix("_bytes").replace("_", " ") for name in names], "rows": rows}
 
 
