@@ -106,8 +106,7 @@ def resolve_attention(hardware: Hardware, requested: str | None = None) -> str:
         return requested
     reasons = []
     for name in _UNASKED:
-        reason = _obstacle(name, hardware)
-        if not reason:
+        if not (reason := _obstacle(name, hardware)):
             _announce(f"attention: {name}")
             return name
         reasons.append(reason)

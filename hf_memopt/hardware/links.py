@@ -47,10 +47,9 @@ class Links:
             share = (ranks - 1) / (DEVICES_PER_HOST - 1)
             return (device.peer_link or 0) * share * constant("mesh_efficiency", device).value
         host = device.host_link or constant("unknown_host_link", device).value
-        over_host = host * constant("pcie_ring_efficiency", device).value
         if ranks == 2 and (device.peer_link or 0) > host:  # a bridge joins two cards
             return device.peer_link * constant("link_efficiency", device).value
-        return over_host
+        return host * constant("pcie_ring_efficiency", device).value
 
     def _hops(self, ranks: int) -> float:
         """Seconds that a message waits, whatever its size: a hop after the other."""

@@ -105,12 +105,16 @@ class DeviceFile:
     @property
     def source(self) -> str:
         """The device and the date of the measurements, for a note."""
-        versions = [f"{name} {self.versions[key]}" for key, name in self._named_versions() if self.versions.get(key)]
+        versions = [
+            f"{name} {self.versions[key]}" for key, name in self.version_names.items() if self.versions.get(key)
+        ]
         return f"measured on {self.device['label']} ({', '.join([self.date, *versions])})"
 
-    def _named_versions(self) -> list[tuple[str, str]]:
+    @property
+    def version_names(self) -> dict[str, str]:
+        """The names of VERSIONS, for people."""
         runtime = {"cuda": "CUDA", "rocm": "ROCm"}.get(self.device["backend"], "runtime")
-        return [("torch", "torch"), ("runtime", runtime), ("driver", "driver")]
+        return {"torch": "torch", "runtime": runtime, "driver": "driver"}
 
 
 def constant(name: str, device: Hardware) -> Constant:
@@ -174,8 +178,7 @@ def _newest(name: str, label: str, folder: str) -> DeviceFile | None:
             continue
         if file.rehearsal or not file.constants or (file.device["name"], file.device["label"]) != (name, label):
             continue
-        versions = versions_here()
-        named = dict(file._named_versions())
+        versions, named = versions_here(), file.version_names
         different = ", ".join(
             f"{named[key]} {file.versions[key]} (here {versions[key]})"
             for key in VERSIONS
