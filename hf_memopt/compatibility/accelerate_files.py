@@ -38,12 +38,16 @@ def examine_accelerate(content: Mapping[str, Any]) -> Iterator[Finding]:
 
     sagemaker = content.get("compute_environment") == "AMAZON_SAGEMAKER"
     hints, actions = hints_of(SageMakerConfig if sagemaker else ClusterConfig), launch_command_parser()._actions
-    if not content.keys() & {*hints, *_OLD_KEYS}:
+    known = sorted({*hints, *_OLD_KEYS})
+    if content.keys().isdisjoint(known):
         yield Finding((), "sets nothing that accelerate knows: it is no configuration of accelerate")
         return
     written = {name: value for name, value in content.items() if not _unread_answer(name, value, actions)}
     mistyped = dict(_wrong_types(written, hints))
-    found = list(_unknown_keys(content, {*hints, *_OLD_KEYS}))
+    found = [
+        Finding((key,), f"unknown key {brief(key)}, which accelerate refuses{_did_you_mean(misspelling(key, known))}")
+        for key in content.keys() - set(known)
+    ]
     found += _unread_keys(content, {action.dest for action in actions} | _READ_WITHOUT_OPTION)
     found += _of_json(content)
     choices = {action.dest: action.choices for action in actions if action.choices} | _names(sagemaker)
@@ -97,13 +101,6 @@ def _wrong_types(content: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterat
             fit(hints, {name: value})
         except InputError as error:
             yield name, str(error)
-
-
-def _unknown_keys(content: Mapping[str, Any], known: set[str]) -> Iterator[Finding]:
-    """Keys at the top, which accelerate refuses."""
-    for key in content.keys() - known:
-        close = misspelling(key, sorted(known))
-        yield Finding((key,), f"unknown key {brief(key)}, which accelerate refuses{_did_you_mean(close)}")
 
 
 def _did_you_mean(close: str | None) -> str:

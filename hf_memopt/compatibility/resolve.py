@@ -195,16 +195,19 @@ def _from_plugins(get, state: Any) -> list[Engine]:
     if deepspeed is not None:
         return [DeepSpeed.of_config(deepspeed.hf_ds_config.config, "accelerate's DeepSpeedPlugin")]
     fsdp = getattr(state, "fsdp_plugin", None)
-    source = "accelerate's FullyShardedDataParallelPlugin"
     if fsdp is None:
         return []
     # A plugin makes a policy of what it was given (accelerate 1.15): FSDP2's has no switch, only a class.
     offload = fsdp.cpu_offload
     offloads = getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy" or offload is True)
-    settings = {"version": fsdp.fsdp_version, "activation_checkpointing": fsdp.activation_checkpointing}
-    settings |= {"reshard_after_forward": fsdp.reshard_after_forward, "cpu_offload": offloads}
-    settings[CHECKPOINTING_OFFLOAD] = getattr(fsdp, CHECKPOINTING_OFFLOAD, False)  # of accelerate 1.15
-    return [FSDP.of_settings(settings, source)]
+    settings = {
+        "version": fsdp.fsdp_version,
+        "activation_checkpointing": fsdp.activation_checkpointing,
+        CHECKPOINTING_OFFLOAD: getattr(fsdp, CHECKPOINTING_OFFLOAD, False),  # of accelerate 1.15
+        "reshard_after_forward": fsdp.reshard_after_forward,
+        "cpu_offload": offloads,
+    }
+    return [FSDP.of_settings(settings, "accelerate's FullyShardedDataParallelPlugin")]
 
 
 def _tp_size(config: Any) -> int:
