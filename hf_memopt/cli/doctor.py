@@ -92,10 +92,9 @@ def examine(as_json: bool) -> None:
         ],
     )
     print_table("what hf-memopt would use", ("item", "value"), list(used.items()))
-    packages = report["packages"].items()
     rows = [
         (name, package["version"] or "missing", package["tested"] or "–", package["needed_for"])
-        for name, package in packages
+        for name, package in report["packages"].items()
     ]
     print_table("packages", ("package", "version", "tested", "needed for"), rows)
     for kind in ("problem", "note"):
@@ -241,5 +240,4 @@ def _package_problems(packages: dict) -> list[str]:
 def _version(package: str) -> str | None:
     if not is_installed(package):
         return None
-    names = metadata.packages_distributions().get(package, [package])
-    return metadata.version(names[0])
+    return metadata.version(metadata.packages_distributions().get(package, [package])[0])

@@ -362,9 +362,8 @@ def _plot(estimate, path: str, title: str) -> None:
     timeline = [(segment.split(":")[0], size) for segment, size in estimate.timeline]
     near = estimate.capacity_bytes and estimate.capacity_bytes < 3 * estimate.device_bytes
     capacity = estimate.capacity_bytes if near else None
-    peak = estimate.peak_allocated_bytes
     charts.save(
         path,
         f"Predicted memory of {title}",
-        lambda axes, narrow: charts.by_phase(axes, narrow, timeline, peak, capacity),
+        lambda axes, narrow: charts.by_phase(axes, narrow, timeline, estimate.peak_allocated_bytes, capacity),
     )

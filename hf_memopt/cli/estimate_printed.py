@@ -90,6 +90,5 @@ class EstimatedJob:
         """The totals, equal ones in one row: a CPU has no caching allocator and no context of its own."""
         names: dict[int, list[str]] = {}
         for name in ("peak_allocated_bytes", "peak_reserved_bytes", "device_bytes", "host_bytes"):
-            label = name.removesuffix("_bytes").replace("_", " ")
-            names.setdefault(getattr(self.estimate, name), []).append(label)
+            names.setdefault(getattr(self.estimate, name), []).append(name.removesuffix("_bytes").replace("_", " "))
         return [(" = ".join(labels), size(value, self.estimate.device_bytes)) for value, labels in names.items()]

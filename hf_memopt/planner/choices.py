@@ -369,8 +369,9 @@ class SearchSpace:
         elif eight_bit := ADAM_8BIT.settings_for(job):
             kinds.append({"optim": eight_bit["optim"], "optim_rounds": True})
             kinds += [{"optim": f"paged_{eight_bit['optim']}", "optim_rounds": True, "paged": True}] * pages
-        stepped = frozenset({"optimizer_in_backward"})
-        in_backward = [{**kind, "knobs": stepped} for kind in kinds if "adamw" in kind["optim"]]
+        in_backward = [
+            {**kind, "knobs": frozenset({"optimizer_in_backward"})} for kind in kinds if "adamw" in kind["optim"]
+        ]
         if OPTIMIZER_OFFLOAD.settings_for(job) and not own:
             kinds.append({"optim": exact, "knobs": frozenset({"optimizer_cpu_offload"})})
         return [{**kind, "dtype": dtype} for kind in kinds + in_backward * self.steps_in_backward]

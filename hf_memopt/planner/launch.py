@@ -85,8 +85,7 @@ def accelerate_config(profile, deepspeed_file: str | None = None) -> dict[str, A
     """The accelerate configuration of a profile."""
     config = profile.preset.accelerate_config(deepspeed_file)
     if "fsdp_config" in config:
-        checkpointed = bool(profile.choice.checkpointed)
-        config["fsdp_config"] = {**config["fsdp_config"], "fsdp_activation_checkpointing": checkpointed}
+        config["fsdp_config"]["fsdp_activation_checkpointing"] = bool(profile.choice.checkpointed)
     return config
 
 

@@ -46,9 +46,8 @@ class Proposal:
 
 def differences(before: Job, after: Job) -> list[str]:
     """The --set words that make one job of another, of the same model, method and strategy."""
-    names = {*before.fields, *after.fields}.difference(_BESIDE)
-    fields = {name: after.fields.get(name) for name in sorted(names)}
-    changed = {name: value for name, value in fields.items() if value != before.fields.get(name)}
+    names = sorted({*before.fields, *after.fields}.difference(_BESIDE))
+    changed = {name: after.fields.get(name) for name in names if after.fields.get(name) != before.fields.get(name)}
     if (after.memory_args or MemoryArguments()).adam_mini:  # which stands in its place
         changed.pop("optim", None)
     if after.dtype != before.dtype:

@@ -63,11 +63,6 @@ class _Candidate:
     search: Search
 
     @property
-    def name(self) -> str:
-        """The card or box as `--hardware` takes it."""
-        return box_name(self.device, self.spec.preset.processes)
-
-    @property
     def device(self) -> Hardware:
         return self.spec.preset.hardware
 
@@ -84,9 +79,8 @@ class _Candidate:
 
     def fit(self, price: float | None, tokens: int | None) -> Fit | None:
         """The settings that fit the balanced profile's share of the memory, else the largest; None where none do."""
-        shares = (SHARES[BALANCED], SHARES[-1])
-        budgets = {share: int(self.spec.memory * share / self.search.caution) for share in shares}
-        picks = ((self.search.sketched(budget), share) for share, budget in budgets.items())
+        factor, shares = self.search.caution, (SHARES[BALANCED], SHARES[-1])
+        picks = ((self.search.sketched(int(self.spec.memory * share / factor)), share) for share in shares)
         choice, share = next(filter(all, picks), (None, None))
         if choice is None:
             return None
@@ -176,8 +170,9 @@ class _Market:
             errors_key = (preset.method, preset.processes, device.backend, device.native_bf16)
             sketch_bytes = self._sketch_bytes.setdefault(bytes_key, {})
             errors = self._sketch_errors.setdefault(errors_key, {})
-            job = baseline_jobs(spec, choices)[0] if choices else None
-            self._groups[key] = _Group(choices, job, sketch_bytes, errors) if choices else None
+            self._groups[key] = (
+                _Group(choices, baseline_jobs(spec, choices)[0], sketch_bytes, errors) if choices else None
+            )
         return self._groups[key]
 
     def _architecture(self, device: Hardware) -> str:
@@ -307,8 +302,7 @@ def which_card(
         lora=lora or {},
         **more,
     )
-    amount = Amount(tokens=tokens, epochs=epochs, samples=samples)
-    return choose_card(spec, amount, prices, max_price, every, say)
+    return choose_card(spec, Amount(tokens=tokens, epochs=epochs, samples=samples), prices, max_price, every, say)
 
 
 def choose_card(
@@ -411,4 +405,5 @@ def _least(market: _Market, method: str) -> tuple[str, int, str] | None:
     if not candidates:
         return None
     nearest = min(candidates, key=lambda box: box.search.needs(box.least) / box.spec.memory_budget)
-    return nearest.name, int(nearest.search.needs(nearest.least)), summarize(nearest.least)
+    name = box_name(nearest.device, nearest.spec.preset.processes)
+    return name, int(nearest.search.needs(nearest.least)), summarize(nearest.least)

@@ -186,8 +186,7 @@ def _fitting(spec: JobSpec, sketch: Sketch, smallest: Choice, say: Callable[[str
                 if len(levels) > _MOST_CHANGES or (share > 1 and length < _SHORTEST):
                     continue
                 shorter = [*texts, f"--seq-len {length}"] if share > 1 else texts
-                changed = replace(larger, seq_len=length)
-                yield from _combinations(spec, levels, shorter, changed, choices, traced)
+                yield from _combinations(spec, levels, shorter, replace(larger, seq_len=length), choices, traced)
 
 
 def _combinations(
@@ -295,8 +294,7 @@ def _smaller_models(spec: JobSpec, smallest: Choice) -> list[Proposal]:
     sizes."""
     if spec.task not in TRL_TASKS and "per_device_train_batch_size" not in spec.training:
         # Where the weights alone are too large, any micro-batch needs the least.
-        samples = smallest.micro_batch * smallest.accumulation
-        smallest = replace(smallest, micro_batch=1, accumulation=samples)
+        smallest = replace(smallest, micro_batch=1, accumulation=smallest.micro_batch * smallest.accumulation)
     named = [(f"{name} instead", _of_model(spec, name)) for name in _smaller(spec)]
     directions = [_apart([(text, changed) for text, changed in named if not excessive_weights(changed)])]
     if spec.preset.method == "full" and is_from_scratch(spec.config):
