@@ -191,8 +191,6 @@ def plan(
         "--price": price,
         "--dataset": dataset,
     }
-    for name in (name for name, value in one_card.items() if any_card and value is not None):
-        raise InputError(f"{name} belongs to one card: name it with --hardware, or leave {name} out")
     unused = {
         "--tokens": tokens,
         "--samples": samples,
@@ -200,14 +198,21 @@ def plan(
         "--price": price,
         "--verbose": verbose or None,
     }
-    lengths = {"--export": export, "--strategy": strategy, "--dataset": dataset}
-    for name in (name for name, value in unused.items() if (longest or frames is not None) and value is not None):
-        raise InputError(f"{'--seq-len' if longest else '--frames'} max prints a table of limits: leave {name} out")
-    for name in (name for name, value in lengths.items() if longest and value):
-        raise InputError(f"--seq-len max is a question of one device's memory: leave {name} out")
+    lengths = {"--export": export or None, "--strategy": strategy or None, "--dataset": dataset or None}
     of_settings = {"--memory": memory, "--host-memory": host_memory, "--export": export, "--dataset": dataset}
-    for name in (name for name, value in of_settings.items() if frames is not None and value is not None):
-        raise InputError(f"--frames max counts the frames of one device's whole memory: leave {name} out")
+    limit = "--seq-len" if longest else "--frames"
+    for asked, options, reason in (
+        (any_card, one_card, "{0} belongs to one card: name it with --hardware, or leave {0} out"),
+        (longest or frames is not None, unused, limit + " max prints a table of limits: leave {0} out"),
+        (longest, lengths, "--seq-len max is a question of one device's memory: leave {0} out"),
+        (
+            frames is not None,
+            of_settings,
+            "--frames max counts the frames of one device's whole memory: leave {0} out",
+        ),
+    ):
+        for name in (name for name, value in options.items() if asked and value is not None):
+            raise InputError(reason.format(name))
     if dataset and is_source(model):
         raise InputError("--dataset: the file names its own data; for the time, say --samples")
     of_data = {"--skip-bad-rows": skip_bad_rows, "--ignore-columns": ignore_columns}
