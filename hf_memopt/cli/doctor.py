@@ -209,9 +209,7 @@ def _free_memory(backend: str) -> int:
     import psutil
     import torch
 
-    if backend in ("cuda", "rocm"):
-        return torch.cuda.mem_get_info()[0]
-    return psutil.virtual_memory().available
+    return torch.cuda.mem_get_info()[0] if backend in ("cuda", "rocm") else psutil.virtual_memory().available
 
 
 def _package_problems(packages: dict) -> list[str]:

@@ -246,10 +246,11 @@ class TrlSpace:
         ]
         if part.share is not None:
             share = part.share * device.memory
-            if part.sleeps:
-                when = "while it generates, which leaves the whole card to the training step"
-            else:
-                when = f"all the time, which leaves {gib(int(device.memory - share))} to training"
+            when = (
+                "while it generates, which leaves the whole card to the training step"
+                if part.sleeps
+                else f"all the time, which leaves {gib(int(device.memory - share))} to training"
+            )
             held = "all completions" if part.waves == 1 else f"1 of {part.waves} completions"
             notes.append(
                 f"vLLM takes {gib(int(share))} of the card {when}; its cache holds {held} of a generation at once, by "

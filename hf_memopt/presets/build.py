@@ -158,6 +158,5 @@ def _environment(hardware: Hardware) -> dict[str, str]:
         return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if hardware.backend == "cpu":
         return {"DS_ACCELERATOR": "cpu"}
-    if hardware.architecture == "gfx1031":
-        return {"HSA_OVERRIDE_GFX_VERSION": "10.3.0"}  # runs it as gfx1030, which ROCm's libraries are built for
-    return {}
+    # Run gfx1031 as gfx1030, which ROCm's libraries are built for.
+    return {"HSA_OVERRIDE_GFX_VERSION": "10.3.0"} if hardware.architecture == "gfx1031" else {}

@@ -5,8 +5,8 @@ had set it.
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from unittest import mock
 
 from hf_memopt.hardware.allocator import VARIABLE, configure_allocator
@@ -32,8 +32,6 @@ def set_for_libraries(variables: Mapping[str, str]) -> None:
             os.environ[name] = _set_here[name] = value
 
 
-@contextmanager
-def precision_set(variables: Mapping[str, str]) -> Iterator[None]:
+def precision_set(variables: Mapping[str, str]) -> AbstractContextManager:
     """While it lasts, accelerate's precision is the preset's; a launcher may have said another."""
-    with mock.patch.dict(os.environ, {name: value for name, value in variables.items() if name == PRECISION}):
-        yield
+    return mock.patch.dict(os.environ, {name: value for name, value in variables.items() if name == PRECISION})
