@@ -27,11 +27,8 @@ _NO_OPTION = ("cut_cross_entropy",)
 
 def chosen_keys(table: Table, ours: Mapping[str, Any]) -> dict[str, Any]:
     """Their keys and values for settings that a plan chose."""
-    keys: dict[str, Any] = {}
-    for name, value in ours.items():
-        if name in table.plan:
-            keys |= table.theirs(name, value)
-    return keys
+    chosen = (table.theirs(name, value) for name, value in ours.items() if name in table.plan)
+    return {key: value for keys in chosen for key, value in keys.items()}
 
 
 def changes(source: Source, keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,9 +152,7 @@ class Choice:
 
     def memory_fields(self) -> dict[str, Any]:
         """The MemoryArguments fields that it sets."""
-        fields: dict[str, Any] = {}
-        for knob in self.on:
-            fields |= knob.settings
+        fields = {name: value for knob in self.on for name, value in knob.settings.items()}
         if self.streamed:
             fields |= {"weight_streaming": True, "weight_streaming_ratio": self.streamed}
         if 0 < self.checkpointed < 1 and not self._every_n():
