@@ -166,10 +166,9 @@ def _table(answer, fits: list) -> tuple[list[str], list[tuple]]:
     for fit in fits:
         mark = ("" if fit.estimated else "≈") + f"{fit.fills:.0%}" + ("!" if fit.is_near and not fit.estimated else "")
         speed = "?" if fit.tokens_per_second is None else two_digits(fit.tokens_per_second)
-        row = [fit.name, mark, _brief(fit.choice), speed]
-        row += ["?" if fit.hours is None else two_digits(fit.hours)] * timed
-        row += [_money(fit.price), "?" if fit.cost is None else _money(fit.cost)] if priced else []
-        rows.append(tuple(row))
+        hours = ["?" if fit.hours is None else two_digits(fit.hours)] * timed
+        costs = [_money(fit.price), "?" if fit.cost is None else _money(fit.cost)] if priced else []
+        rows.append((fit.name, mark, _brief(fit.choice), speed, *hours, *costs))
     return columns, rows
 
 

@@ -46,18 +46,21 @@ def show_one(name: str, method: str, strategy: str | None, precision: str | None
         return
     about = f"{preset.name}, method {preset.method}, strategy {preset.strategy}: {preset.meant_for}"
     say("\n".join([*paragraph(about), ""]))
-    rows = [(key, value) for key, value in written(preset.settings()).items()]
-    rows += [("dtype (model)", preset.dtype), ("tokens per sample", preset.seq_len)]
-    rows += [("effective batch", preset.effective_batch_size), ("reference model", preset.reference_model)]
-    if estimated := reference_estimate(preset):
-        rows.append(("its memory", summarize(estimated)))
-    if largest := largest_model(preset):
-        rows.append(("largest, at micro-batch 1", largest))
-    rows += [(f"video frames, {model}", summarize_clips(row)) for model, row in tiers_of(preset).items()]
-    rows += [(f"${key}", value) for key, value in preset.environment.items()]
-    rows += [(f"lora.{key}", value) for key, value in (preset.lora() if method != "full" else {}).items()]
-    rows += [
-        (f"quantization.{key}", value) for key, value in (preset.quantization() if method == "qlora" else {}).items()
+    estimated, largest = reference_estimate(preset), largest_model(preset)
+    lora = preset.lora() if method != "full" else {}
+    quantization = preset.quantization() if method == "qlora" else {}
+    rows = [
+        *written(preset.settings()).items(),
+        ("dtype (model)", preset.dtype),
+        ("tokens per sample", preset.seq_len),
+        ("effective batch", preset.effective_batch_size),
+        ("reference model", preset.reference_model),
+        *([("its memory", summarize(estimated))] if estimated else []),
+        *([("largest, at micro-batch 1", largest)] if largest else []),
+        *((f"video frames, {model}", summarize_clips(row)) for model, row in tiers_of(preset).items()),
+        *((f"${key}", value) for key, value in preset.environment.items()),
+        *((f"lora.{key}", value) for key, value in lora.items()),
+        *((f"quantization.{key}", value) for key, value in quantization.items()),
     ]
     print_table("settings", ("setting", "value"), rows)
     figures = (
