@@ -167,10 +167,8 @@ def _rows(series: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     shared = {key: value for key, value in series.items() if key not in ("cards", "key", "label")}
     for card in series["cards"]:
         for size in card.get("sizes", [None]):
-            entry = shared | card
             name = card["name"] if size is None else f"{card['name']} {size} GB"
-            entry["label"] = series["label"].format(name)
-            entry["nominal_gib"] = size or card["gib"]
+            entry = shared | card | {"label": series["label"].format(name), "nominal_gib": size or card["gib"]}
             if size is not None:
                 entry |= {"architecture": card["name"], "memory_share": 2 / 3 if size <= 32 else 3 / 4}
             entry["memory_gib"] = entry["nominal_gib"] * entry["memory_share"] - entry.get("others_gib", 0)
@@ -184,9 +182,9 @@ def _rows(series: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             if linked and entry["host_link"] is not None:
                 entry.setdefault("peer_link", entry["host_link"])
             fp16 = entry.get("fp16_source", entry["document"])
-            share = "the nominal size times the share that PyTorch reports of the series' other cards"
             derived = {
-                "memory": f"derived: {share}: {entry['document']}",
+                "memory": "derived: the nominal size times the share that PyTorch reports of the series' other cards: "
+                f"{entry['document']}",
                 "fp16_flops": fp16,
                 "bf16_flops": entry.get("bf16_source", fp16),
                 "peer_link": "PCI Express base specification, peers are reached over PCIe",

@@ -135,15 +135,15 @@ def _cpu() -> Hardware:
     )
 
 
-def _generic(label: str, **figures) -> Hardware:
+def _generic(label: str, backend: str, memory: int, bandwidth: float | None = None, **figures) -> Hardware:
     """A device that the catalog lacks, from its own properties; what they do not tell is None."""
-    name = f"generic_{figures['backend']}_{round(figures['memory'] / GIB)}gb"
-    figures.setdefault("bandwidth", None)
-    figures.setdefault("unified_memory", False)
     return Hardware(
-        name=name,
+        name=f"generic_{backend}_{round(memory / GIB)}gb",
         label=label,
-        nominal_memory=figures["memory"],
+        backend=backend,
+        nominal_memory=memory,
+        memory=memory,
+        bandwidth=bandwidth,
         bf16_flops=None,
         fp16_flops=None,
         host_link=None,

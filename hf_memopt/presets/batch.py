@@ -36,8 +36,7 @@ def batch_settings(
             f"effective_batch_size={world_size * max(1, round(effective / world_size))} or another number of processes"
         )
     share = effective // world_size
-    if micro or accumulation:
-        fixed = micro or accumulation
+    if fixed := micro or accumulation:
         if share % fixed:
             name = "per_device_train_batch_size" if micro else "gradient_accumulation_steps"
             # Divisors are found up to the square root: a batch may have billions of samples.
