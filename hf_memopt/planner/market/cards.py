@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.job import Job
@@ -38,21 +37,6 @@ _ROUNDS = 3  # of estimates
 _FAILURES = 3  # so many cards, and it is not the card
 _ABOUT = 1.05  # costs that differ by less are the same: speeds are off by as much
 _REFERENCE = "a100_80gb"  # the card whose settings are traced for all: 16 bits, an engine, discrete memory
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Cards with the same software settings, and what their searches share.
-
-    Attributes:
-        estimates, sketch_bytes, sketch_errors: what all their searches know.
-    """
-
-    choices: list[Choice]
-    job: Job
-    sketch_bytes: dict[Choice, tuple[int, int]]
-    sketch_errors: dict[tuple, tuple[int, int]]
-    estimates: dict[Choice, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,7 +99,7 @@ class _Market:
     _sketches: dict[tuple, Sketch] = field(default_factory=dict)
     _sketch_bytes: dict[tuple, dict] = field(default_factory=dict)
     _sketch_errors: dict[tuple, dict] = field(default_factory=dict)
-    _groups: dict[tuple, _Group | None] = field(default_factory=dict)
+    _groups: dict[tuple, tuple[list[Choice], Job, dict[str, dict]] | None] = field(default_factory=dict)
     _candidates: dict[tuple, _Candidate | None] = field(default_factory=dict)
 
     @property
@@ -140,24 +124,18 @@ class _Market:
         spec = self._spec(device, devices, method)
         if (group := self._group(spec)) is None:
             return None
-        sketch = replace(self._sketch(spec), job=replace(group.job, device=device))
-        search = Search(
-            group.choices,
-            sketch,
-            partial(choice_job, spec),
-            self.say,
-            host_memory=spec.host_memory,
-            estimates=group.estimates,
-            sketch_bytes=group.sketch_bytes,
-            sketch_errors=group.sketch_errors,
-        )
+        choices, job, known = group
+        sketch = replace(self._sketch(spec), job=replace(job, device=device))
+        search = Search(choices, sketch, partial(choice_job, spec), self.say, host_memory=spec.host_memory, **known)
         return _Candidate(spec, search) if search.choices else None
 
     def _spec(self, device: Hardware, devices: int, method: str) -> JobSpec:
         preset = replace(preset_for(device, method), processes=devices, machines=1, strategy="none")
         return settle(replace(self.request, hardware=preset), method)
 
-    def _group(self, spec: JobSpec) -> _Group | None:
+    def _group(self, spec: JobSpec) -> tuple[list[Choice], Job, dict[str, dict]] | None:
+        """The choices of all cards with the same software settings, their job, and what all their searches know; None
+        without a choice."""
         preset, device = spec.preset, spec.preset.hardware
         irrelevant = ("tf32", "activation_checkpointing", "activation_checkpointing_kwargs")  # the choice has its own
         training = {name: value for name, value in preset.training.items() if name not in irrelevant}
@@ -168,11 +146,12 @@ class _Market:
         if key not in self._groups:
             choices = list_choices(spec)
             errors_key = (preset.method, preset.processes, device.backend, device.native_bf16)
-            sketch_bytes = self._sketch_bytes.setdefault(bytes_key, {})
-            errors = self._sketch_errors.setdefault(errors_key, {})
-            self._groups[key] = (
-                _Group(choices, baseline_jobs(spec, choices)[0], sketch_bytes, errors) if choices else None
-            )
+            known = {
+                "estimates": {},
+                "sketch_bytes": self._sketch_bytes.setdefault(bytes_key, {}),
+                "sketch_errors": self._sketch_errors.setdefault(errors_key, {}),
+            }
+            self._groups[key] = (choices, baseline_jobs(spec, choices)[0], known) if choices else None
         return self._groups[key]
 
     def _architecture(self, device: Hardware) -> str:
