@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from hf_memopt.cli.output import bar
-from hf_memopt.cli.speed_printed import AmountOptions
+from hf_memopt.cli.speed_printed import AmountOptions, speed_parts
 from hf_memopt.units import gib, size
 
 _LINES = 24  # of a terminal that nobody enlarged
@@ -70,16 +70,12 @@ def speed_lines(estimate, took, amount: AmountOptions, samples: int | None = Non
     Args:
         samples: of an optimizer step.
     """
-    from hf_memopt.estimator.timing.duration import predicted_within, time_text, two_digits
+    from hf_memopt.estimator.timing.duration import predicted_within, time_text
 
     if estimate.step_seconds is None:
         reasons = [note.removeprefix("speed: ") for note in estimate.notes if note.startswith("speed: ")]
         return paragraph(f"unknown: {'; '.join(reasons)}", "speed")
-    parts = [] if estimate.tokens_per_second is None else [f"{two_digits(estimate.tokens_per_second)} tokens/s"]
-    step = "a step" if samples is None else f"a step of {samples} samples"
-    parts.append(f"{time_text(estimate.step_seconds)} {step}")
-    if estimate.generation_share is not None:
-        parts.append(f"{estimate.generation_share:.0%} of it generation")
+    parts = speed_parts(estimate, "a step" if samples is None else f"a step of {samples} samples")
     error = predicted_within(estimate.speed_error, estimate.own_runs).removeprefix("predicted").strip(", ")
     lines = paragraph(f"{', '.join(parts)}, {error}", "speed")
     if took is not None:

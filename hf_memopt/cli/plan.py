@@ -157,15 +157,7 @@ def run_frames(spec: JobSpec, as_json: bool) -> int:
     from hf_memopt.planner.samples.frames import most_frames
 
     job = frames_job(spec)
-    rows = [
-        {
-            "max_pixels_per_frame": fit.max_pixels_per_frame,
-            "max_frames": fit.max_frames,
-            "seq_len": fit.seq_len,
-            "estimate": fit.estimate.to_dict(),
-        }
-        for fit in most_frames(job, note=progress)
-    ]
+    rows = [vars(fit) | {"estimate": fit.estimate.to_dict()} for fit in most_frames(job, note=progress)]
     if as_json:
         print_json({"frames": rows, "training_arguments": job.fields, "capacity_bytes": job.device.memory})
     else:

@@ -78,11 +78,9 @@ def _alternatives(plan):
     for row in plan.methods:
         if row.method != plan.spec.preset.method:
             name = ", ".join(filter(None, (row.method, _why_second(row))))
-            yield _alternative(name, f"{_about(row)}{size(row.device_bytes)}", row, row.settings)
+            yield _alternative(name, _memory(row), row, row.settings)
     if plan.plain and plan.plain.fits:
-        yield _alternative(
-            "plain", f"{_about(plan.plain)}{size(plan.plain.device_bytes)}", plan.plain, plan.plain.settings
-        )
+        yield _alternative("plain", _memory(plan.plain), plan.plain, plan.plain.settings)
 
 
 def _alternative(name: str, memory: str, row, settings: str) -> str:
@@ -194,11 +192,10 @@ def _print_profiles(plan) -> None:
 
 def _plain_row(plain) -> tuple[str, ...]:
     """The row of the settings without host memory and rounding, and what they lose."""
-    predicted = f"{_about(plain)}{size(plain.device_bytes)}"
     if not plain.fits:
-        return "plain alternative", "", plain.settings, f"{predicted}: does not fit", ""
+        return "plain alternative", "", plain.settings, f"{_memory(plain)}: does not fit", ""
     speed = f"{_speed(plain.tokens_per_second)} ({plain.relative_time:.2f} × the time)"
-    return "plain alternative", "", plain.settings, predicted, speed
+    return "plain alternative", "", plain.settings, _memory(plain), speed
 
 
 def _print_methods(plan) -> None:
@@ -209,7 +206,7 @@ def _print_methods(plan) -> None:
         (
             f"{row.method} (planned)" if row.method == plan.spec.preset.method else row.method,
             row.settings,
-            f"{_about(row)}{size(row.device_bytes)}",
+            _memory(row),
             _speed(row.tokens_per_second),
         )
         for row in plan.methods
@@ -226,5 +223,5 @@ def _speed(tokens_per_second: float | None) -> str:
     return "unknown" if tokens_per_second is None else two_digits(tokens_per_second)
 
 
-def _about(row) -> str:
-    return "" if row.estimated else "about "
+def _memory(row) -> str:
+    return ("" if row.estimated else "about ") + size(row.device_bytes)

@@ -76,14 +76,19 @@ def to_dict(estimate, took) -> dict[str, Any] | None:
     return took and asdict(took) | {"hours": took.hours, "error": estimate.speed_error}
 
 
+def speed_parts(estimate, step: str) -> list[str]:
+    """A known speed: tokens a second, the time of a step, how much of it is generation."""
+    parts = [] if estimate.tokens_per_second is None else [f"{two_digits(estimate.tokens_per_second)} tokens/s"]
+    parts.append(f"{time_text(estimate.step_seconds)} {step}")
+    if estimate.generation_share is not None:
+        parts.append(f"{estimate.generation_share:.0%} of it generation")
+    return parts
+
+
 def print_speed(estimate, took, amount: AmountOptions) -> None:
     """The lines of one estimate; where the speed is unknown its notes say why."""
     if estimate.step_seconds is not None:
-        parts = [f"{time_text(estimate.step_seconds)} a step"]
-        if estimate.tokens_per_second is not None:
-            parts.insert(0, f"{two_digits(estimate.tokens_per_second)} tokens/s")
-        if estimate.generation_share is not None:
-            parts.append(f"{estimate.generation_share:.0%} of it generation")
+        parts = speed_parts(estimate, "a step")
         if estimate.mfu is not None:
             parts.append(f"MFU {estimate.mfu:.0%}")
         print(f"speed: {', '.join(parts)}, {predicted_within(estimate.speed_error, estimate.own_runs)}")
