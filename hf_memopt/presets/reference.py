@@ -13,9 +13,7 @@ REFERENCE_FILE = Path(__file__).parent / "reference_estimates.json"
 
 @functools.cache
 def _rows() -> dict[str, dict[str, Any]]:
-    if not REFERENCE_FILE.is_file():
-        return {}
-    return json.loads(REFERENCE_FILE.read_text(encoding="utf-8"))["estimates"]
+    return json.loads(REFERENCE_FILE.read_text(encoding="utf-8"))["estimates"] if REFERENCE_FILE.is_file() else {}
 
 
 def reference_row(name: str, method: str) -> dict[str, Any]:

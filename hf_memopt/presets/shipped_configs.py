@@ -24,14 +24,9 @@ _EMBEDDED = """
 
 def shipped_configs() -> dict[str, str]:
     """File name -> YAML text."""
-    files = {}
-    for name in list_presets():
-        if name in _SAME_AS_BASE:
-            continue
-        for strategy in _ENGINES.get(name, (None,)):
-            preset = preset_by_name(name, strategy=strategy)
-            files[config_name(preset)] = yaml_text(preset.accelerate_config(), _comment(preset))
-    return files
+    names = [name for name in list_presets() if name not in _SAME_AS_BASE]
+    presets = [preset_by_name(name, strategy=engine) for name in names for engine in _ENGINES.get(name, (None,))]
+    return {config_name(preset): yaml_text(preset.accelerate_config(), _comment(preset)) for preset in presets}
 
 
 def shipped_sbatch() -> dict[str, str]:
