@@ -51,8 +51,8 @@ def fsdp(value: Any, table: Table, folder: Path) -> dict[str, Any]:
     """
     if not isinstance(value, Mapping | str):
         raise InputError(f"{brief(value)} is neither a mapping nor a file")
-    path = folder / value if isinstance(value, str) and value.endswith(".json") else value
-    settings = fsdp_keys(fsdp_settings(None, str(path) if isinstance(path, Path) else path))
+    named = isinstance(value, str) and value.endswith(".json")
+    settings = fsdp_keys(fsdp_settings(None, str(folder / value) if named else value))
     settings.pop("final_state_dict_type", None)  # of what is saved
     return settings
 
