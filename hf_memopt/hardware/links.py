@@ -29,7 +29,11 @@ class Links:
         ranks = min(self.ranks, DEVICES_PER_HOST) if in_box else self.ranks
         if ranks == 1:
             return 0.0
-        return size * (ranks - 1) / ranks / self.rate(ranks) + messages * self._hops(ranks)
+        # A message waits beside that, whatever its size: a hop after the other.
+        boxes = math.ceil(ranks / DEVICES_PER_HOST)
+        inside, between = constant("hop_seconds", self.device).value, constant("box_hop_seconds", self.device).value
+        hops = (ranks - boxes) * inside + (boxes - 1) * between
+        return size * (ranks - 1) / ranks / self.rate(ranks) + messages * hops
 
     def rate(self, ranks: int) -> float:
         """Bytes/s through each link of a ring (the bus bandwidth of nccl-tests)."""
@@ -50,9 +54,3 @@ class Links:
         if ranks == 2 and (device.peer_link or 0) > host:  # a bridge joins two cards
             return device.peer_link * constant("link_efficiency", device).value
         return host * constant("pcie_ring_efficiency", device).value
-
-    def _hops(self, ranks: int) -> float:
-        """Seconds that a message waits, whatever its size: a hop after the other."""
-        boxes = math.ceil(ranks / DEVICES_PER_HOST)
-        inside, between = constant("hop_seconds", self.device).value, constant("box_hop_seconds", self.device).value
-        return (ranks - boxes) * inside + (boxes - 1) * between
