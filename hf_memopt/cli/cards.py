@@ -178,13 +178,17 @@ def _price_columns(currency: str) -> list[str]:
 
 def _brief(choice) -> str:
     """Settings in as few characters as a table has; --json and `plan` have them in full."""
-    parts = [] if choice.strategy == "none" else [choice.strategy]
-    parts += [f"{choice.micro_batch}×{choice.accumulation}"] + [f"shared by {choice.shared}"] * (choice.shared > 1)
-    if choice.checkpointed:
-        parts.append("ckpt" if choice.checkpointed == 1 else f"ckpt {choice.checkpointed:.0%}")
-    parts += [knob.short for knob in choice.on if knob.short and not knob.on_host]
-    parts += ["8-bit optim"] * ("8bit" in choice.optim) + ["activations on host"] * choice.inputs_offloaded
-    return ", ".join([*parts, *(knob.short for knob in choice.on if knob.on_host)])
+    parts = (
+        (choice.strategy, choice.strategy != "none"),
+        (f"{choice.micro_batch}×{choice.accumulation}", True),
+        (f"shared by {choice.shared}", choice.shared > 1),
+        ("ckpt" if choice.checkpointed == 1 else f"ckpt {choice.checkpointed:.0%}", choice.checkpointed > 0),
+        *((knob.short, knob.short and not knob.on_host) for knob in choice.on),
+        ("8-bit optim", "8bit" in choice.optim),
+        ("activations on host", choice.inputs_offloaded),
+        *((knob.short, knob.on_host) for knob in choice.on),
+    )
+    return ", ".join(text for text, on in parts if on)
 
 
 def _summary(answer, first, fastest) -> list[str]:

@@ -158,15 +158,14 @@ _FAMILIES = tuple(dict.fromkeys(knob.family for knob in KNOBS if knob.family))
 def _families(choice: Choice) -> list[str]:
     if choice.strategy != "none":
         return [choice.strategy + (", samples shared by devices" if choice.shared > 1 else "")]
-    named = []
-    if not choice.levers:
-        named.append("no memory feature")
-    if not choice.checkpointed and not any(knob.group == "activations" for knob in choice.on):
-        named.append("all activations kept")
     families = {knob.family for knob in choice.on} | (
         {"activations in host memory"} if choice.inputs_offloaded else set()
     )
-    named += [family for family in _FAMILIES if family in families]
-    if 0 < choice.streamed < 1:
-        named.append("some layers' weights in host memory")
-    return named + choice.trl.families()
+    kept = not choice.checkpointed and not any(knob.group == "activations" for knob in choice.on)
+    kinds = (
+        ("no memory feature", not choice.levers),
+        ("all activations kept", kept),
+        *((family, family in families) for family in _FAMILIES),
+        ("some layers' weights in host memory", 0 < choice.streamed < 1),
+    )
+    return [*(name for name, on in kinds if on), *choice.trl.families()]

@@ -294,23 +294,16 @@ def resident_bytes(choice: Choice, estimate: Estimate) -> int:
 
 def summarize(choice: Choice) -> str:
     """A choice in one line."""
-    parts = [f"micro-batch {choice.micro_batch} × {choice.accumulation}"]
-    if choice.strategy != "none":
-        parts.insert(0, choice.strategy)
-    if share := choice.checkpointed:
-        layers = "all layers" if share == 1 else f"{share:.0%} of the layers"
-        parts.append(f"{layers} checkpointed" + (", inputs in host memory" if choice.inputs_offloaded else ""))
-    parts += [
-        text
-        for text, on in (
-            *((knob.words, True) for knob in choice.on),
-            ("weights in host memory", choice.streamed == 1),
-            (f"weights of {choice.streamed:.0%} of the layers in host memory", 0 < choice.streamed < 1),
-        )
-        if on
-    ]
-    if choice.shared > 1:
-        parts.append(f"samples shared by {choice.shared} devices")
-    if "8bit" in choice.optim:
-        parts.append(choice.optim)
-    return ", ".join([*parts, *choice.trl.summary()])
+    layers = "all layers" if choice.checkpointed == 1 else f"{choice.checkpointed:.0%} of the layers"
+    inputs = ", inputs in host memory" if choice.inputs_offloaded else ""
+    parts = (
+        (choice.strategy, choice.strategy != "none"),
+        (f"micro-batch {choice.micro_batch} × {choice.accumulation}", True),
+        (f"{layers} checkpointed{inputs}", choice.checkpointed > 0),
+        *((knob.words, True) for knob in choice.on),
+        ("weights in host memory", choice.streamed == 1),
+        (f"weights of {choice.streamed:.0%} of the layers in host memory", 0 < choice.streamed < 1),
+        (f"samples shared by {choice.shared} devices", choice.shared > 1),
+        (choice.optim, "8bit" in choice.optim),
+    )
+    return ", ".join([*(text for text, on in parts if on), *choice.trl.summary()])

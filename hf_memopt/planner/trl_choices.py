@@ -75,12 +75,12 @@ class TrlChoice:
 
     def families(self) -> list[str]:
         """Kinds of settings that a plan names where it chose none of them."""
-        named = ["reference model beside the trained one"] if self.reference else []
-        if self.generations == 1 and self.waves == 1:
-            named.append("all completions of a step generated at once")
-        if self.share is not None and not self.sleeps:
-            named.append("vLLM awake in training")
-        return named
+        kinds = (
+            ("reference model beside the trained one", self.reference),
+            ("all completions of a step generated at once", self.generations == 1 and self.waves == 1),
+            ("vLLM awake in training", self.share is not None and not self.sleeps),
+        )
+        return [name for name, on in kinds if on]
 
 
 NO_TRL = TrlChoice()  # of other tasks
