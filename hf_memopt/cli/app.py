@@ -220,9 +220,8 @@ def advise(
     from hf_memopt.cli.settings import command_spec
     from hf_memopt.cli.words import check_words
 
-    job = None
-    if model:
-        job = check_words(command_spec(settings, model=model, preset=preset, method=method, seq_len=seq_len))
+    run = {"model": model, "preset": preset, "method": method, "seq_len": seq_len}
+    job = check_words(command_spec(settings, **run)) if model else None
     raise typer.Exit(run_advise(source, job, json))
 
 

@@ -75,10 +75,11 @@ def launch_command(spec: JobSpec, profile) -> str:
 
 
 def _data_arguments(spec: JobSpec, source: str) -> list[str]:
-    argv = ["--dataset_name", shlex.quote(source)]
-    if spec.ignore_columns:
-        argv += ["--ignore_columns", *map(shlex.quote, spec.ignore_columns)]
-    return argv + (["--skip_bad_rows", "true"] if spec.skip_bad_rows else [])
+    return [
+        *("--dataset_name", shlex.quote(source)),
+        *(["--ignore_columns", *map(shlex.quote, spec.ignore_columns)] if spec.ignore_columns else []),
+        *(["--skip_bad_rows", "true"] if spec.skip_bad_rows else []),
+    ]
 
 
 def accelerate_config(profile, deepspeed_file: str | None = None) -> dict[str, Any]:
@@ -208,12 +209,11 @@ def _length_arguments(spec: JobSpec) -> list[str]:
     video = spec.video
     if video is None:
         return ["--max_length", str(spec.seq_len)]
-    pixels = video.max_pixels_per_frame or "none"  # left out, the recipe would choose
-    argv = ["--max_frames", str(video.frames)] if video.kind == "video" else []
-    argv += ["--max_pixels_per_frame", str(pixels)]
-    for part in ("vision", "projector"):
-        argv += [f"--freeze_{part}", as_word(part in spec.frozen)]
-    return argv
+    return [
+        *(["--max_frames", str(video.frames)] if video.kind == "video" else []),
+        *("--max_pixels_per_frame", str(video.max_pixels_per_frame or "none")),  # left out, the recipe would choose
+        *(word for part in ("vision", "projector") for word in (f"--freeze_{part}", as_word(part in spec.frozen))),
+    ]
 
 
 def as_word(value: Any) -> str:

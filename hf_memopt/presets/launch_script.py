@@ -44,13 +44,13 @@ def launch_script(preset: Preset, folder: Path, recipe_command: list[str]) -> st
     """
     config = shlex.quote(str(folder / "accelerate.yaml"))
     port = f'"${{MAIN_PROCESS_PORT:-{_PORT}}}"'
-    lines = ["#!/bin/sh", _comment(preset, recipe_command)]
-    if preset.machines > 1:
-        lines.append(
-            f"# Start it on each of the {preset.machines} machines, with MACHINE_RANK from 0 on and "
-            "MAIN_PROCESS_IP of the first."
-        )
-    lines += [
+    started = (
+        f"# Start it on each of the {preset.machines} machines, with MACHINE_RANK from 0 on and "
+        "MAIN_PROCESS_IP of the first."
+    )
+    lines = [
+        *("#!/bin/sh", _comment(preset, recipe_command)),
+        *([started] if preset.machines > 1 else []),
         *_exports(preset),
         " ".join(["exec accelerate launch", _NO_LOGS, "--config_file", config, *machine_words(preset, port), "\\"]),
         f"    {' '.join(recipe_command)} \\",

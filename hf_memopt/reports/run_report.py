@@ -333,11 +333,11 @@ def _phases(estimate: dict[str, Any], measured: dict[str, Any]) -> list[tuple[st
 
 def _settings(report: dict[str, Any]) -> list[tuple[str, Any]]:
     settings = report.get("settings", {})
-    rows = [(name, report[name]) for name in ("preset", "method", "strategy", "command") if report.get(name)]
-    rows += [
-        (name, settings[name]) for name in _MEMORY_SETTINGS if settings.get(name) not in (None, "", {}, [], False)
+    return [
+        *((name, report[name]) for name in ("preset", "method", "strategy", "command") if report.get(name)),
+        *((name, settings[name]) for name in _MEMORY_SETTINGS if settings.get(name) not in (None, "", {}, [], False)),
+        *(report.get("levers") or {}).items(),
     ]
-    return rows + [(name, value) for name, value in (report.get("levers") or {}).items()]
 
 
 def _machine(report: dict[str, Any]) -> list[tuple[str, str]]:
