@@ -144,12 +144,12 @@ def _comparison(relative_time: float, best: Choice, fastest: Choice) -> str:
     text = f"predicted to take {relative_time:.2f} × the time of the fastest profile"
     if relative_time >= 1:
         return text
-    costs = []
-    if best.offloads and not fastest.offloads:
-        costs.append("depending on host memory")
-    if best.approximations > fastest.approximations:
-        costs.append("rounding")
-    return f"{text}: too small a gain for {' and '.join(costs) or 'more features'}"
+    costs = (
+        ("depending on host memory", best.offloads and not fastest.offloads),
+        ("rounding", best.approximations > fastest.approximations),
+    )
+    named = " and ".join(cost for cost, paid in costs if paid)
+    return f"{text}: too small a gain for {named or 'more features'}"
 
 
 _FAMILIES = tuple(dict.fromkeys(knob.family for knob in KNOBS if knob.family))

@@ -123,19 +123,19 @@ _DISK_CHANGES = [
 def _data_changes(run: Run, workers: int) -> list[str]:
     settings = run.report.get("settings", {})
     larger = min(2 * workers or 4, _logged(run, "processors") or 4096)
-    changes = []
-    if larger > workers:
-        changes.append(
-            f"dataloader_num_workers={larger}: batches are made while a step runs, not before it (your own "
-            "IterableDataset must divide its rows among them)"
-        )
-    if workers:
-        ahead = 2 * (_count(settings.get("dataloader_prefetch_factor")) or 2)
-        changes.append(f"dataloader_prefetch_factor={ahead}, where some samples take much longer than others")
-    changes.append("tokenize and pack before training, not in __getitem__ or the collator")
-    if not settings.get("dataloader_persistent_workers"):
-        changes.append("dataloader_persistent_workers=true: the workers stay from epoch to epoch")
-    return changes
+    more = (
+        f"dataloader_num_workers={larger}: batches are made while a step runs, not before it (your own "
+        "IterableDataset must divide its rows among them)"
+    )
+    ahead = 2 * (_count(settings.get("dataloader_prefetch_factor")) or 2)
+    persistent = settings.get("dataloader_persistent_workers")
+    changes = (
+        (more, larger > workers),
+        (f"dataloader_prefetch_factor={ahead}, where some samples take much longer than others", workers),
+        ("tokenize and pack before training, not in __getitem__ or the collator", True),
+        ("dataloader_persistent_workers=true: the workers stay from epoch to epoch", not persistent),
+    )
+    return [change for change, helps in changes if helps]
 
 
 def _device_changes(run: Run) -> list[str]:
