@@ -88,30 +88,23 @@ def smallest_choices(choices: list[Choice]) -> list[Choice]:
     return [choice for choice in choices if (choice.micro_batch, choice.checkpointed) == (fewest, checkpointed)]
 
 
-def sketchable(choices: list[Choice]) -> list[Choice]:
-    """The choices whose devices hold whole models.
-
-    Raises:
-        InputError: there are none.
-    """
-    plain = [choice for choice in choices if choice.engine.plain]
-    if not plain:
-        names = ", ".join(sorted({choice.strategy for choice in choices}))
-        raise InputError(f"strategy={names}: only an estimate tells what sharded models need: leave quick out")
-    return plain
-
-
 def start_search(spec: JobSpec, say: Callable[[str], None], smallest: bool = False) -> Search | None:
     """The search over all choices; None where compatibility leaves none.
 
     Args:
         smallest: only of those with the fewest samples and the most layers checkpointed, in fewer traces.
+
+    Raises:
+        InputError: nothing is left for a quick plan, or beside vLLM.
     """
     choices = list_choices(spec)
     if not choices:
         return None
     if spec.quick:
-        choices = sketchable(choices)
+        names = ", ".join(sorted({choice.strategy for choice in choices}))
+        choices = [choice for choice in choices if choice.engine.plain]  # whose devices hold whole models
+        if not choices:
+            raise InputError(f"strategy={names}: only an estimate tells what sharded models need: leave quick out")
     choices = smallest_choices(choices) if smallest else choices
     how = "with" if smallest else "with and without"
     say(f"tracing {spec.preset.method} training {how} activation checkpointing")

@@ -201,15 +201,12 @@ class _Comparison:
             return [catalog()[name] for name in self.prices.per_hour if catalog()[name].backend != "cpu"]
         return all_cards() if self.every else typical_cards()
 
-    def price(self, device: Hardware) -> float | None:
-        return None if self.prices is None else self.prices.per_hour.get(device.name)
-
     def fits(self, market: _Market, method: str) -> list[Fit]:
         """The cards and boxes that train with a method, the best first."""
         return sorted((fit for device in self.cards() for fit in self._of_card(market, device, method)), key=_order)
 
     def _of_card(self, market: _Market, device: Hardware, method: str) -> list[Fit]:
-        fits, price = [], self.price(device)
+        fits, price = [], self.prices and self.prices.per_hour.get(device.name)
         for devices in boxes(device):
             if self.max_price is not None and price is not None and price * devices > self.max_price:
                 break
