@@ -129,11 +129,14 @@ def _report() -> dict[str, Any]:
         problems += _refused_predictions(faults, Part)
     if loading.warning:
         problems.append(loading.warning)
+    on_card = device.backend in ("cuda", "rocm")
+    # What a job started now could use, with other programs running.
+    free = torch.cuda.mem_get_info()[0] if on_card else psutil.virtual_memory().available
     shown = ("name", "label", "backend", "memory", "unified_memory", "native_bf16", "fp8", "architecture")
     return {
         "device": {name: getattr(device, name) for name in shown},
         "device_count": max(1, torch.accelerator.device_count()) if device.backend != "cpu" else 1,
-        "free_memory_bytes": _free_memory(device.backend),
+        "free_memory_bytes": free,
         "calibration": calibration.source if (calibration := measured_on(device)) else None,
         "data_loading": {**asdict(loading), "total": loading.total, "words": str(loading)},
         "host_memory_bytes": psutil.virtual_memory().total,
@@ -202,14 +205,6 @@ def _data_loading(preset):
 
     batch = preset.micro_batch_size * preset.seq_len * TOKEN_BYTES
     return loader_memory({"dataloader_num_workers": 1, **resolve(preset, preset.processes, {})}, batch)
-
-
-def _free_memory(backend: str) -> int:
-    """Bytes that a job started now could use, with other programs running."""
-    import psutil
-    import torch
-
-    return torch.cuda.mem_get_info()[0] if backend in ("cuda", "rocm") else psutil.virtual_memory().available
 
 
 def _package_problems(packages: dict) -> list[str]:

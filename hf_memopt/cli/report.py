@@ -34,7 +34,12 @@ def run_report(directories: list[str], output: str | None, json: bool) -> None:
     text = run_page(runs[0]) if alone else compare_page(runs)
     figures_by_run = {str(run.folder): figures(run) | {"next": suggest_next_steps(run)} for run in runs}
     different = {} if alone else differences(runs)
-    _write(path, text)
+    folder = folder_for(path.parent)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from error
     if json:
         print_json({"page": str(path), "runs": figures_by_run, "differences": different})
         return
@@ -46,12 +51,3 @@ def run_report(directories: list[str], output: str | None, json: bool) -> None:
         rows = ([name, *values] for name, values in different.items())
         print_table("settings that differ", ["setting", *(run.name for run in runs)], rows)
     print(f"wrote {plain(str(path))}")
-
-
-def _write(path: Path, text: str) -> None:
-    folder = folder_for(path.parent)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from error
