@@ -26,7 +26,8 @@ class FirstFit:
         used: bytes of an estimate; device memory first.
         limits: bytes of each that may be used.
         say: called with a candidate before it is estimated.
-        guess: from the estimates so far, the tokens of the next one while there is no line.
+        first: tokens of the first estimate, where there is no line yet and `guess` makes one.
+        guess: from the first candidate and its estimate, the tokens of the second one.
         min_share: share of the limits; what fills less of them is no answer before the next larger candidate was
             estimated, whatever the line says: allocators' memory grows in steps. None: the line suffices.
         near: share of a candidate's tokens; the line stands for an estimate so near another.
@@ -41,7 +42,8 @@ class FirstFit:
     used: Callable[[Estimate], tuple[int, ...]]
     limits: tuple[float, ...]
     say: Callable[[Any], None]
-    guess: Callable[[dict[Any, Estimate]], float] | None = None
+    first: float = 0.0
+    guess: Callable[[Any, Estimate], float] | None = None
     min_share: float | None = None
     near: float = 0.0
     slope: list[tuple[float, Estimate]] = field(default_factory=list)
@@ -98,7 +100,7 @@ class FirstFit:
             return best
         candidates = self.open_candidates()
         if len(self.nearest(0)) < 2 and self.guess is not None:
-            target = self.guess(self.estimates)
+            target = self.guess(*next(iter(self.estimates.items()))) if self.estimates else self.first
             fitting = (candidate for candidate in candidates if self.tokens(candidate) <= target)
         else:
             fitting = filter(self._may_fit, candidates)

@@ -13,7 +13,7 @@ def search_of(monkeypatch, memory, limit: int, **options) -> FirstFit:
     monkeypatch.setattr(
         first_fit, "estimate_job", lambda length, map_fn: SimpleNamespace(device_bytes=int(memory(length)))
     )
-    usual = {"guess": lambda estimates: 1000 if not estimates else 4000} | options
+    usual = {"first": 1000, "guess": lambda length, estimate: 4000} | options
     return FirstFit(
         candidates=range(10_000, 0, -100),
         tokens=lambda length: length,
@@ -40,7 +40,7 @@ def test_what_bends_upwards_is_bracketed(monkeypatch):
 def test_the_line_stands_for_an_estimate_that_is_near(monkeypatch, near, fits, estimated):
     search = search_of(monkeypatch, lambda length: 5000 + 3 * length, 5000 + 3 * fits, near=near)
     assert search.find() == fits and list(search.estimates) == [1000, 4000, fits][: 3 if estimated else 2]
-    short = search_of(monkeypatch, float, 1150, near=0.2, guess=lambda estimates: 1100 if estimates else 1000)
+    short = search_of(monkeypatch, float, 1150, near=0.2, guess=lambda length, estimate: 1100)
     assert short.find() == 1100 and 1100 in short.estimates, "one estimate is no line"
 
 

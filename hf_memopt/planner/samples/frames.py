@@ -88,11 +88,8 @@ def _search(job: Job, budget: int, note: Callable[[str], None]) -> FirstFit:
     def tokens(frames: int) -> float:
         return two + (frames - 2) * per_frame
 
-    def guess(estimates: dict[int, Estimate]) -> float:
+    def guess(frames: int, estimate: Estimate) -> float:
         """Guess where the budget ends, as if all but the model grew with the tokens of the first estimate."""
-        if not estimates:
-            return tokens(_FIRST)
-        ((frames, estimate),) = estimates.items()
         growing = max(1, estimate.peak_allocated_bytes - sum(estimate.breakdown.get(kind, 0) for kind in _FIXED))
         times = 1 + (budget - estimate.device_bytes) / growing
         return tokens(frames) * min(_FURTHEST, max(1 / _FURTHEST, times))
@@ -104,6 +101,7 @@ def _search(job: Job, budget: int, note: Callable[[str], None]) -> FirstFit:
         used=lambda estimate: (estimate.device_bytes,),
         limits=(budget,),
         say=lambda frames: note(f"estimate {len(search.estimates) + 1} of at most {TRIES}, {frames} frames"),
+        first=tokens(_FIRST),
         guess=guess,
         near=_NEAR,
     )

@@ -76,13 +76,6 @@ def _search(spec: JobSpec, choice: Choice, say: Callable[[str], None], first: in
     host = spec.host_memory if choice.offloads else None
     positions = getattr(spec.config.get_text_config(), "max_position_embeddings", None)
     longest = min(_MOST, positions or _MOST)
-
-    def guess(estimates: dict[int, Estimate]) -> int:
-        if not estimates:
-            return max(first, _STEP)
-        ((tokens, estimate),) = estimates.items()
-        return 4 * tokens if search.fits(estimate) else tokens // 4
-
     search = FirstFit(
         candidates=[longest, *range((longest - 1) // _STEP * _STEP, 0, -_STEP)],
         tokens=lambda tokens: tokens,
@@ -90,7 +83,8 @@ def _search(spec: JobSpec, choice: Choice, say: Callable[[str], None], first: in
         used=lambda estimate: (estimate.device_bytes, estimate.host_bytes if host else 0),
         limits=(spec.memory * PLAN_PROFILES["balanced"][1], host.bytes if host else 1),
         say=lambda tokens: say(f"estimate {len(search.estimates) + 1} of at most {TRIES}, {tokens} tokens"),
-        guess=guess,
+        first=max(first, _STEP),
+        guess=lambda tokens, estimate: 4 * tokens if search.fits(estimate) else tokens // 4,
         min_share=_FULL,
     )
     return search
