@@ -116,7 +116,7 @@ def read_settings(path: Path, content: str) -> Source:
     options = _taken_out(settings) if tool == "TRL" else {}
     engine = _engine(dict(options), path.parent)
     launch = Launch("accelerate" if tool == "TRL" else tool)
-    engine |= _surroundings(settings, launch, _variables(settings, _TABLES[tool]), engine)
+    engine = _surroundings(settings, launch, _variables(settings, _TABLES[tool])) | engine
     return Source(path, content, read_table(_TABLES[tool]), settings, engine, launch=options)
 
 
@@ -139,7 +139,7 @@ def read_command(path: Path | None, text: str) -> Source:
     options |= among
     engine = _engine(dict(options), folder, command.folder)
     started = replace(launch, options=options) if launch.by == "accelerate" else launch
-    engine |= _surroundings(settings, started, environment, engine)
+    engine = _surroundings(settings, started, environment) | engine
     return Source(path, text, read_table(command.tool), settings, engine, command, among)
 
 
@@ -151,10 +151,9 @@ def _variables(settings: dict[str, Any], tool: str) -> dict[str, str]:
     return {str(name): str(value) for name, value in (block or {}).items()}
 
 
-def _surroundings(
-    settings: dict[str, Any], launch: Launch, environment: Mapping[str, str], engine: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Ours of the variables and the launcher; what they do not answer of the variables becomes settings."""
+def _surroundings(settings: dict[str, Any], launch: Launch, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Ours of the variables and the launcher, under accelerate's own options; what they do not answer of the variables
+    becomes settings."""
     ours: dict[str, Any] = {}
     expandable, others = allocator_setting(environment)
     read = {*SPELLINGS, *COUNTED} if launch.by in ("LLaMA-Factory", "ms-swift") else {*SPELLINGS, *COUNTED[:-2]}
@@ -173,7 +172,7 @@ def _surroundings(
     if expandable is not None or others:
         ours["expandable"] = bool(expandable)
     settings |= {f"env.{name}": argument_value(value) for name, value in rest.items()}
-    return {**ours, **({"world_size": engine["world_size"]} if "world_size" in engine else {})}
+    return ours
 
 
 def _taken_out(settings: dict[str, Any]) -> dict[str, Any]:
