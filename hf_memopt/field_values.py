@@ -3,6 +3,7 @@
 Dataclasses check nothing themselves: transformers' and peft's meet a wrong value long after it was given, or never.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hf_memopt.errors import InputError, brief, choose
+from hf_memopt.files import parse_json
 from hf_memopt.other_names import plain_word
 from hf_memopt.units import GIB, MIB, read_bytes, read_number
 
@@ -199,8 +201,13 @@ def _named(value: Any) -> str:
 def _converted(name: str, hint: Any, value: Any) -> Any:
     if value is False and "no" in (choices := _choices(hint)):  # YAML's no
         return "no"
+    if value in ("true", "false") and hint is not Any and _accepts(hint, value == "true"):
+        return value == "true"
     if not _accepts(hint, value) and _accepts(hint, True):  # transformers.hf_argparser.string_to_bool
         value = {"1": True, "y": True, "t": True, "0": False, "n": False, "f": False}.get(str(value).lower(), value)
+    if isinstance(value, str) and value[:1] in ("[", "{") and hint is not Any:
+        content = json_value(value)
+        value = content if _accepts(hint, type(content)()) else value
     if isinstance(value, str) and not _accepts(hint, value):
         for kind in (int, float):
             if _accepts(hint, kind()) and (number := read_field(name, kind, value)) is not None:
@@ -212,6 +219,13 @@ def _converted(name: str, hint: Any, value: Any) -> Any:
     if type(value) is int and abs(value) <= _LARGEST and _accepts(hint, "") and not _accepts(hint, value):
         return str(value)
     return value
+
+
+def json_value(text: str) -> Any:
+    """The list or mapping that a text is, as JSON; of any other the text."""
+    with contextlib.suppress(ValueError):
+        return parse_json(text) if text[:1] in ("[", "{") else text
+    return text
 
 
 def read_field(name: str, kind: type, text: str) -> int | float | None:

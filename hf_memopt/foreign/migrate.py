@@ -1,6 +1,5 @@
 """A file of another tool as one of the recipes': their arguments, and the command that runs them."""
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from hf_memopt.files import from_here, shipped
 from hf_memopt.foreign.translate import EVALUATION, Translation
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.presets.accelerate_config import json_text, yaml_text
+from hf_memopt.presets.launch_script import as_word
 from hf_memopt.stack.vocabulary import written
 
 RECIPES = {None: "sft", "causal-lm": "sft", "sft": "sft", "dpo": "dpo", "grpo": "grpo"}
@@ -100,14 +100,8 @@ def as_words(arguments: Mapping[str, Any]) -> list[str]:
     for name, value in arguments.items():
         nested = isinstance(value, Mapping) and name in ("lora", "quantization")
         pairs = {f"{name}.{key}": inner for key, inner in value.items()} if nested else {name: value}
-        words += [word for key, inner in pairs.items() for word in (f"--{key}", _word(inner))]
+        words += [word for key, inner in pairs.items() for word in (f"--{key}", as_word(inner))]
     return words
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return json.dumps(value)
-    return shlex.quote(json.dumps(value) if isinstance(value, dict | list) else str(value))
 
 
 def migrated_files(spec: JobSpec, translation: Translation, folder: Path) -> dict[str, str]:

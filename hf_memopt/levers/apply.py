@@ -26,21 +26,21 @@ def apply_to_trainer(trainer, memory_args: MemoryArguments, **host) -> None:
         host: keyword arguments of keep_on_host(), for optimizer_cpu_offload.
     """
     reduce_at_once(trainer)
-    if not (memory_args.adam_mini or memory_args.optimizer_in_backward or memory_args.optimizer_cpu_offload):
+    features = [feature for feature in FEATURES if feature.of_optimizer and feature.is_on(memory_args)]
+    if not features:
         return
     create, changed = trainer.create_optimizer, []
 
     def create_changed(*args, **kwargs):
         """Change the optimizer once, whether the trainer creates it or was given it."""
-        if memory_args.adam_mini and trainer.optimizer is None:
-            from hf_memopt.levers.adam_mini import AdamMini, settings_for
-
-            trainer.optimizer_cls_and_kwargs = AdamMini, settings_for(trainer.model, trainer.args)
+        if trainer.optimizer is None:
+            for feature in features:
+                feature.choose_optimizer(trainer)
         optimizer = create(*args, **kwargs)
         if not any(optimizer is other for other in changed):
             changed.append(optimizer)
-            for feature in FEATURES:
-                feature.put_on_optimizer(memory_args, optimizer, host)
+            for feature in features:
+                feature.put_on_optimizer(optimizer, host)
         return optimizer
 
     replace(trainer, "create_optimizer", create_changed)

@@ -2,7 +2,7 @@
 plans choose the knobs."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from hf_memopt.levers.change import Change
@@ -59,6 +59,7 @@ class Feature:
         order: features are put on a model in rising order, equal ones as MemoryArguments lists them.
         proposed: the change that estimates try where memory is short.
         planned: how plans choose it.
+        of_optimizer: it changes the optimizer.
     """
 
     above_zero: ClassVar[tuple[str, ...]] = ()
@@ -67,6 +68,7 @@ class Feature:
     order: ClassVar[int] = 0
     proposed: ClassVar[Change | None] = None
     planned: ClassVar[tuple[Knob, ...]] = ()
+    of_optimizer: ClassVar[bool] = False
 
     @staticmethod
     def check(on) -> None:
@@ -89,9 +91,18 @@ class Feature:
             InputError: the feature does not support it.
         """
 
+    @classmethod
+    def is_on(cls, on) -> bool:
+        """True if one of its arguments is set."""
+        return any(getattr(on, item.name) for item in fields(cls))
+
     @staticmethod
-    def put_on_optimizer(on, optimizer, host: dict[str, Any]) -> None:
-        """Change an optimizer; `host` has the keyword arguments of keep_on_host()."""
+    def choose_optimizer(trainer) -> None:
+        """Where of_optimizer, and it is on: change which optimizer a Trainer creates."""
+
+    @staticmethod
+    def put_on_optimizer(optimizer, host: dict[str, Any]) -> None:
+        """Where of_optimizer, and it is on: change an optimizer. `host` has the arguments of keep_on_host()."""
 
 
 def liger_replaces(fields: Mapping[str, Any], *kernels: str) -> bool:

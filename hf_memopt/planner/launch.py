@@ -1,6 +1,5 @@
 """A plan's profile as the programs that run it take it: settings, launch command and files."""
 
-import json
 import logging
 import shlex
 from dataclasses import replace
@@ -17,7 +16,7 @@ from hf_memopt.files import folder_for, from_here, shipped, write_folder
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.presets import preset_by_name
 from hf_memopt.presets.accelerate_config import json_text, yaml_text
-from hf_memopt.presets.launch_script import machine_words, scripts
+from hf_memopt.presets.launch_script import as_word, machine_words, scripts
 from hf_memopt.presets.shipped_configs import config_name
 from hf_memopt.presets.trl_configs import preset_fields
 from hf_memopt.redaction import is_secret, without_secrets
@@ -214,10 +213,3 @@ def _length_arguments(spec: JobSpec) -> list[str]:
         *("--max_pixels_per_frame", str(video.max_pixels_per_frame or "none")),  # left out, the recipe would choose
         *(word for part in ("vision", "projector") for word in (f"--freeze_{part}", as_word(part in spec.frozen))),
     ]
-
-
-def as_word(value: Any) -> str:
-    """A value as the recipes' command lines read it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return shlex.quote(json.dumps(value) if isinstance(value, dict | list) else str(value))

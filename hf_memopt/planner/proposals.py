@@ -8,7 +8,7 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.choices import Choice
-from hf_memopt.planner.launch import as_word
+from hf_memopt.presets.launch_script import as_word
 from hf_memopt.units import gib
 
 # Fields that are off where a job has no value for them.

@@ -1,7 +1,9 @@
 """The scripts that start exported files: launch.sh on one machine or on each of several, slurm.sbatch on a cluster."""
 
+import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 from hf_memopt.presets.preset import Preset
 
@@ -108,3 +110,9 @@ def _exports(preset: Preset) -> list[str]:
         cores = f"import psutil; print(max(1, (psutil.cpu_count(logical=False) or 1) // {share}))"
         lines.append(f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(python -c {shlex.quote(cores)})}}"')
     return lines
+
+
+def as_word(value: Any) -> str:
+    """A value as a word of a recipe's or accelerate's command line, which read YAML and JSON; quoted for a shell."""
+    plain = isinstance(value, bool | dict | list) or value is None
+    return shlex.quote(json.dumps(value) if plain else str(value))

@@ -5,12 +5,13 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from hf_memopt.compatibility.config_files import foreign_tool
 from hf_memopt.data.sources import USUAL_HELD_OUT
 from hf_memopt.errors import InputError, as_input_error, brief, choose, one_line, respell
-from hf_memopt.field_values import fit, hints_of, read_field
+from hf_memopt.field_values import fit, hints_of, json_value, read_field
 from hf_memopt.hub_names import hub_name
 from hf_memopt.levers.arguments import PLAN_PROFILES, MemoryArguments
 from hf_memopt.presets import DTYPES, METHODS
@@ -139,13 +140,13 @@ def parse(
     kind = config_class or TrainingArguments
     parser = _parser(description, own, kind)
     argv, nested = _split_nested(sys.argv[1:] if argv is None else argv)
-    with as_input_error("arguments", ValueError, TypeError, KeyError, argparse.ArgumentError):
-        given, unknown = parser.parse_known_args(argv)
     actions = {action.dest: action for action in parser._actions}
+    with as_input_error("arguments", ValueError, TypeError, KeyError, argparse.ArgumentError):
+        given, unknown = parser.parse_known_args(_spread(argv, actions))
     if unknown:
         raise choose("argument", unknown[0].lstrip("-").split("=")[0], actions.keys() - {"help"})
     hints = {**argument_hints(kind), **hints_of(MemoryArguments), **hints_of(own)}
-    given = fit(hints, vars(given))
+    given = fit(hints, {name: None if value == [None] else value for name, value in vars(given).items()})
     if "config" in given:
         from_file = _read(given["config"], actions, hints)
         nested = {name: {**from_file.pop(name, {}), **nested[name]} for name in _NESTED}
@@ -218,10 +219,12 @@ def _parser(description: str, own: type, kind: type) -> argparse.ArgumentParser:
     for action in parser._actions:
         action.default = argparse.SUPPRESS  # so that only what was given appears
         action.required = False
+        action.nargs = "*" if action.nargs == "+" else action.nargs
         if action.type in (int, float):
             action.type = _reader(action.dest, action.type)
-        if action.dest in getattr(own, "OR_NONE", ()):
-            action.type = _or_none(action.type)
+        if action.type is not None:  # fit() judges whether an argument takes nothing
+            own_word = action.dest in getattr(own, "OR_NONE", ())
+            action.type = _or_none(action.type, ("null", "none") if own_word else ("null",))
     return parser
 
 
@@ -237,11 +240,11 @@ def _reader(name: str, kind: type) -> Callable[[str], int | float]:
     return read
 
 
-def _or_none(kind):
+def _or_none(kind, words: tuple[str, ...]):
     def read(text: str):
-        return None if text.lower() in ("none", "null") else kind(text)
+        return None if text.lower() in words else kind(text)
 
-    read.__name__ = f"{kind.__name__} or none"
+    read.__name__ = kind.__name__ + (" or none" if "none" in words else "")
     return read
 
 
@@ -260,6 +263,16 @@ def _split_nested(argv: list[str]) -> tuple[list[str], dict[str, dict]]:
             raise InputError(f"argument --{section}.{key}: a value is missing")
         nested[section][key] = read_yaml(value, f"argument --{section}.{key}")
     return rest, nested
+
+
+def _spread(argv: list[str], actions: dict[str, argparse.Action]) -> list[str]:
+    """The command line with a list that is written as JSON in the words that argparse takes for it."""
+    words = []
+    for option, word in pairwise(["", *argv]):
+        action = actions.get(option.removeprefix("--")) if option.startswith("--") else None
+        content = json_value(word) if action is not None and action.nargs == "*" else word
+        words += map(str, content) if isinstance(content, list) else [word]
+    return words
 
 
 def _read(path: str, actions: dict[str, argparse.Action], hints: dict[str, Any]) -> dict[str, Any]:

@@ -312,6 +312,26 @@ def test_models_without_tokens_are_refused():
         plan(AutoConfig.for_model("vit"), "rtx_4090")
 
 
+def test_a_launched_recipe_reads_what_was_set():
+    """Whatever a field holds: nothing, a text that looks like a number, lists and mappings."""
+    from hf_memopt.recipe.recipe_arguments import parse
+
+    preset = resolve_preset("rtx_4090", "lora")
+    choice = Choice("none", 1, 64, 0.5, preset.training["optim"], preset.dtype)
+    lora = {"layers_to_transform": None, "layers_pattern": ["h", "b"], "rank_pattern": {"q": 4}, "use_rslora": True}
+    training = {"run_name": "it's a run", "warmup_steps": 0.5, "label_names": ["labels", "2"], "max_grad_norm": 0}
+    training |= {"report_to": ["trackio", "wandb"], "include_for_metrics": ["loss"]}
+    training |= dict.fromkeys(("hub_model_id", "save_total_limit", "dataloader_prefetch_factor", "tf32"))
+    spec = dataclasses.replace(small_spec(preset), lora=lora, training=training)
+    memory_args = memory_arguments(MemoryArguments(), choice)
+    profile = Profile("safe", 0.85, choice, choice.configured(preset), memory_args, None, 1.0, 1.0)
+    words = shlex.split(launch_command(spec, profile))
+    assert words[words.index("--lora.layers_to_transform") + 1] == "null"
+    parsed = parse(words[words.index("recipes/pretrain.py") + 1 :])
+    assert {name: parsed.lora[name] for name in lora} == lora
+    assert {name: parsed.training[name] for name in training} == training
+
+
 def test_which_jobs_a_recipe_runs():
     from hf_memopt.video.inputs import VideoInputs
 

@@ -2,7 +2,9 @@
 estimator within 3 % of the measured peak. Pairs that are refused are listed with their reason."""
 
 import itertools
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hf_memopt import InputError, MemoryArguments, MemoryTrainer, estimate
 from hf_memopt.engines import engine_named
 from hf_memopt.levers import activation_offload, apply, optimizer_cpu_offload, weight_streaming
 from hf_memopt.levers.adapters import add_adapters
+from hf_memopt.levers.feature import Feature
 
 ROWS, LENGTH, VOCABULARY = 4, 128, 512
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
@@ -256,18 +259,42 @@ def test_a_model_that_is_made_anew_has_its_levers(tmp_path):
     assert head.shape == (4, 1, 1), "a second moment a head"
 
 
+@dataclass
+class Noted(Feature):
+    """A feature of a file of its own, which notes what it is put on."""
+
+    noted: bool = False
+    of_optimizer: ClassVar = True
+    calls: ClassVar = []
+
+    @staticmethod
+    def choose_optimizer(trainer):
+        Noted.calls.append("chosen")
+
+    @staticmethod
+    def put_on_optimizer(optimizer, host):
+        Noted.calls.append((optimizer, host))
+
+
 def test_an_optimizer_is_changed_once(monkeypatch):
     """The Trainer asks for it when it is prepared and again when training begins."""
-    changed = []
-    feature = SimpleNamespace(put_on_optimizer=lambda memory_args, optimizer, host: changed.append((optimizer, host)))
-    monkeypatch.setattr(apply, "FEATURES", [feature])
-    trainer = SimpleNamespace(model=None, optimizer="first")
-    trainer.create_optimizer = lambda: trainer.optimizer
-    apply.apply_to_trainer(trainer, MemoryArguments(optimizer_in_backward=True), pin=False)
+    monkeypatch.setattr(Noted, "calls", [])
+    monkeypatch.setattr(apply, "FEATURES", [*apply.FEATURES, Noted])
+    memory_args = MemoryArguments()
+    memory_args.noted = True
+    trainer = SimpleNamespace(model=None, optimizer=None)
+
+    def create():
+        trainer.optimizer = trainer.optimizer or "first"
+        return trainer.optimizer
+
+    trainer.create_optimizer = create
+    apply.apply_to_trainer(trainer, memory_args, pin=False)
     assert [trainer.create_optimizer() for _ in range(2)] == ["first", "first"]
-    assert changed == [("first", {"pin": False})]
+    assert Noted.calls == ["chosen", ("first", {"pin": False})]
     trainer.optimizer = "second"
-    assert trainer.create_optimizer() == "second" and changed[1:] == [("second", {"pin": False})]
+    assert trainer.create_optimizer() == "second" and Noted.calls[2:] == [("second", {"pin": False})]
+    memory_args.noted = False
     plain = SimpleNamespace(model=None, create_optimizer="its own")
-    apply.apply_to_trainer(plain, MemoryArguments())
+    apply.apply_to_trainer(plain, memory_args)
     assert plain.create_optimizer == "its own"

@@ -15,11 +15,12 @@ from packaging.requirements import Requirement
 from hf_memopt.cli.doctor import _REQUIRED
 from hf_memopt.errors import InputError
 from hf_memopt.packages import EXTRAS, SOURCE, extras_for, how_to_install
+from hf_memopt.stack.declared import _classes
 
 
 @pytest.fixture
 def without(monkeypatch):
-    """A package that cannot be found any more."""
+    """A package that cannot be found any more; what was read of it meanwhile is forgotten."""
     real = importlib.util.find_spec
 
     def hide(package: str) -> None:
@@ -27,7 +28,8 @@ def without(monkeypatch):
             importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name, *rest)
         )
 
-    return hide
+    yield hide
+    _classes.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,18 @@ class AdamMiniStates(Feature):
         default=False, metadata={"help": "Use Adam-mini instead of `optim`: one second moment per block of weights."}
     )
 
+    of_optimizer: ClassVar = True
+
     @staticmethod
     def refused(on, facts):
         if on.adam_mini and not facts.engine.plain:
             yield f"adam_mini needs unsharded weights, and {facts.engine.family} shards them: leave it out"
+
+    @staticmethod
+    def choose_optimizer(trainer):
+        from hf_memopt.levers.adam_mini import AdamMini, settings_for
+
+        trainer.optimizer_cls_and_kwargs = AdamMini, settings_for(trainer.model, trainer.args)
 
 
 @dataclass
@@ -57,6 +65,7 @@ class OptimizerOffload(Feature):
             of_states=True,
         ),
     )
+    of_optimizer: ClassVar = True
 
     @staticmethod
     def refused(on, facts):
@@ -77,11 +86,10 @@ class OptimizerOffload(Feature):
             yield f"optim={optim} has no fast CPU step for optimizer_cpu_offload: use adamw_torch_fused"
 
     @staticmethod
-    def put_on_optimizer(on, optimizer, host):
-        if on.optimizer_cpu_offload:
-            from hf_memopt.levers.optimizer_cpu_offload import keep_on_host
+    def put_on_optimizer(optimizer, host):
+        from hf_memopt.levers.optimizer_cpu_offload import keep_on_host
 
-            keep_on_host(optimizer, **host)
+        keep_on_host(optimizer, **host)
 
 
 @dataclass
@@ -102,6 +110,7 @@ class OptimizerInBackward(Feature):
             of_states=True,
         ),
     )
+    of_optimizer: ClassVar = True
 
     @staticmethod
     def refused(on, facts):
@@ -125,9 +134,8 @@ class OptimizerInBackward(Feature):
             yield "optimizer_in_backward cannot unscale fp16's gradients: use bf16=True"
 
     @staticmethod
-    def put_on_optimizer(on, optimizer, host):
-        if on.optimizer_in_backward:
-            step_in_backward(optimizer)
+    def put_on_optimizer(optimizer, host):
+        step_in_backward(optimizer)
 
 
 def step_in_backward(optimizer) -> None:
