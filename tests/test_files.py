@@ -86,3 +86,11 @@ def test_folders_to_write_to(tmp_path):
 def test_the_home_of_nobody():
     with pytest.raises(InputError, match="write the whole path"):
         user_path("~nobody-of-this-name/x")
+
+
+def test_a_file_of_as_many_bytes_as_are_read_is_read(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_bytes(path, 5) == read_bytes(path, 6) == b"12345" and read_bytes(path, 3, tail=True) == b"345"
+    with pytest.raises(InputError, match="has 5 bytes, and at most 4 are read"):
+        read_bytes(path, 4)

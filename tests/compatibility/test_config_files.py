@@ -9,7 +9,7 @@ import pytest
 from conftest import run
 from library_verdicts import accelerate_verdicts, deepspeed_verdicts
 
-from hf_memopt.compatibility.config_files import check_config_file, examine_files
+from hf_memopt.compatibility.config_files import check_config_file, examine_files, find_faults
 from hf_memopt.errors import InputError
 
 FOLDER = Path(__file__).parents[1] / "configs"
@@ -160,3 +160,15 @@ os._exit(0)
 """
     said = run(sys.executable, "-c", script).stdout.splitlines()
     assert len(said) == 1 and said[0].startswith("fsdp_config.fsdp_sharding_strategy='FULL' is unknown"), said
+
+
+def test_a_file_with_several_faults_is_refused_with_the_first(tmp_path):
+    path = tmp_path / "zero.json"
+    for content in ('{"fp16": 1}', '{"fp16": 1, "bf16": 1}', '{"fp16": 1, "bf16": 1, "gradient_clipping": -1}'):
+        path.write_text(content)
+        first, *others = find_faults(path)
+        more = f" ({len(others)} more: hf-memopt doctor {path})" if others else ""
+        with pytest.raises(InputError) as refused:
+            check_config_file(path)
+        assert str(refused.value) == f"{first}{more}"
+    assert len(others) > 1

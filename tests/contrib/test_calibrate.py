@@ -415,3 +415,9 @@ def test_a_budget_ends_it_and_an_unwritable_file_is_refused_before_anything_is_m
     assert read_device_file(target).constants == {}
     done = run("hf-memopt", "calibrate", "--rehearse", "--export", "/proc/card.json")
     assert done.returncode == 2 and "cannot be written" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_rehearsal_is_the_job_with_two_short_samples_at_most():
+    for micro, rehearsed in ((1, 1), (2, 2), (16, 2)):
+        made = Setting("full", micro=micro, sizes={"vocab_size": 7}).rehearsed()
+        assert (made.micro, made.length, made.sizes["vocab_size"], made.kind) == (rehearsed, 32, 7, "full")

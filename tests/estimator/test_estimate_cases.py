@@ -11,15 +11,19 @@ from video_models import qwen2_5_vl
 from benchmarks.profiled_peak import allocator_peak
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate, estimate_trainer
+from hf_memopt.estimator.accounting.ledger import Peak
 from hf_memopt.estimator.api import estimate_job
+from hf_memopt.estimator.architectures import load_config
+from hf_memopt.estimator.job import describe
 from hf_memopt.estimator.job_checks import facts_of
-from hf_memopt.estimator.largest_batch import largest_batch
+from hf_memopt.estimator.largest_batch import is_padded, largest_batch
 from hf_memopt.estimator.scripts.dry_run import caught_trainer
 from hf_memopt.estimator.scripts.launched import ScriptCommand
 from hf_memopt.estimator.smaller import with_sizes
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.suggestions import TRAINERS_ORDER, smallest_combination
 from hf_memopt.estimator.tracing import trace
+from hf_memopt.estimator.tracing.extrapolate import _extrapolate
 from hf_memopt.estimator.tracing.tasks import TASKS
 from hf_memopt.estimator.trainer_job import describe_trainer
 from hf_memopt.hardware import allocator
@@ -28,7 +32,7 @@ from hf_memopt.levers.adapters import add_adapters
 from hf_memopt.levers.changes import EVAL_ACCUMULATION
 from hf_memopt.presets.build import build_preset
 from hf_memopt.units import size
-from hf_memopt.video.inputs import VideoInputs
+from hf_memopt.video.inputs import VideoInputs, value_tensors
 
 
 def _collate(rows):
@@ -488,3 +492,35 @@ def test_a_loss_that_holds_the_model_names_none_of_its_layers_anew(tmp_path, mon
     extended = estimate_trainer(trainer, "cpu").peak_allocated_bytes
     monkeypatch.setattr("hf_memopt.estimator.tracing.extrapolate._TRACED_WHOLE", 99)
     assert extended == pytest.approx(estimate_trainer(trainer, "cpu").peak_allocated_bytes, rel=1e-3)
+
+
+def test_a_batch_with_a_mask_or_with_positions_that_start_again_is_padded():
+    mask, positions = torch.ones(2, 3), torch.arange(3).repeat(2, 1)
+    for batch, padded in (
+        ({}, False),
+        (torch.ones(2, 3), False),
+        ({"attention_mask": mask}, False),
+        ({"attention_mask": mask.clone().fill_diagonal_(0)}, True),
+        ({"position_ids": positions, "attention_mask": mask}, False),
+        ({"position_ids": torch.tensor([[0, 1, 0]])}, True),
+        ({"position_ids": torch.tensor([[0, 0, 0]])}, False),
+    ):
+        assert is_padded(batch) is padded, batch
+
+
+def test_values_of_a_batch_are_kept_where_they_decide_shapes():
+    floats, ids = torch.zeros(2**20), torch.zeros(2**21, dtype=torch.long)
+    batch = {"ids": ids, "mask": torch.zeros(8), "pixels": floats, "meta": torch.empty(8, device="meta")}
+    assert value_tensors(batch).keys() == {"ids", "mask"}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_facts_of_a_job_say_whether_it_accumulates(accumulation):
+    job = describe(load_config("smollm2-135m"), {"gradient_accumulation_steps": accumulation}, 64, "rtx_4090")
+    assert facts_of(job).setup.accumulates is (accumulation > 1)
+
+
+def test_host_memory_grows_with_the_layers_as_the_devices_does():
+    low, high = Peak(30, {"a": 10, "b": 20}, 5, 40), Peak(45, {"a": 14, "b": 15, "c": 16}, 9, 30)
+    assert _extrapolate(low, high, 3) == Peak(75, {"a": 22, "b": 5, "c": 48}, 17, 10)
+    assert _extrapolate(low, high, 5) == Peak(110, {"a": 30, "b": 0, "c": 80}, 25, 0)

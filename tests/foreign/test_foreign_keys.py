@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_memopt.foreign.key_table import read_table
+from hf_memopt.foreign.key_table import _setting, read_table
 from hf_memopt.foreign.translate import translate
 
 MODEL = {
@@ -271,3 +271,9 @@ def test_liger_beside_another_loss_and_tiles(command, tmp_path):
     (tmp_path / "a.yml").write_text(json.dumps(content | {"liger_fused_linear_cross_entropy": True}))
     code, _, errors = command("estimate", str(tmp_path / "a.yml"), "--hardware", "rtx_4090")
     assert code == 2 and "both replace the loss" in errors
+
+
+def test_a_family_of_keys_is_the_first_that_is_on():
+    settings = {"a": 1, "a_x": False, "a_y": 2, "a_z": 3, "b": 4}
+    assert _setting("a_*", settings) == 2 and _setting("a", settings) == 1 and _setting("a_", settings) is None
+    assert _setting("a*", settings) == 1 and _setting("c*", settings) is None

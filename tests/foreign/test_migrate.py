@@ -143,3 +143,20 @@ def test_migrate_says_what_no_recipe_takes(command, tmp_path):
     file.write_text(yaml.safe_dump(content))
     code, output, errors = command("migrate", str(file))
     assert code == 0 and "--dataset_name" not in output and "no recipe takes" not in errors
+
+
+def test_packing_and_fsdps_version_are_migrated(command, tmp_path):
+    file = tmp_path / "full.yml"
+    content = {"base_model": "qwen3-0.6b", "sequence_len": 64}
+    for more, words in (
+        ({}, ()),
+        ({"sample_packing": True, "flash_attention": True}, ("--packing true",)),
+        ({"fsdp_config": {"cpu_ram_efficient_loading": True}}, ("--use_fsdp --fsdp_version 1 ",)),
+        ({"fsdp_config": {"offload_params": True}, "fsdp_version": 2}, ("--use_fsdp --fsdp_version 2 ",)),
+    ):
+        file.write_text(yaml.safe_dump(content | more))
+        code, output, _ = command("migrate", str(file))
+        assert code == 0 and all(word in output for word in words), more
+        assert ("--packing" in output) == ("sample_packing" in more) and ("--use_fsdp" in output) == (
+            "fsdp_config" in more
+        )

@@ -18,6 +18,7 @@ from hf_memopt.hardware import (
 from hf_memopt.hardware import detect as public_detect
 from hf_memopt.hardware.attention_kernels import resolve_attention
 from hf_memopt.hardware.catalog import catalog
+from hf_memopt.hardware.detection import command_output
 from hf_memopt.units import GIB
 
 detect = sys.modules["hf_memopt.hardware.detection"]
@@ -373,3 +374,8 @@ def test_allocator_is_left_alone_without_cuda(monkeypatch, version, platform):
     monkeypatch.setattr(allocator.metadata, "version", lambda name: version)
     monkeypatch.setattr(allocator.sys, "platform", platform)
     assert not allocator._build_has_cuda_allocator()
+
+
+def test_the_output_of_a_command_that_fails_is_none():
+    assert command_output("sh", "-c", "echo ' as it is '") == "as it is"
+    assert command_output("sh", "-c", "echo half; exit 3") == command_output("there-is-no-such-command") == ""

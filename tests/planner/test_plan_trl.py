@@ -162,3 +162,18 @@ def test_the_command_of_a_plan_is_what_the_recipe_reads(tmp_path):
         parsed = parse(words, own=AnswerArguments, config_class=trl_class("SFTConfig"))
         assert parsed.recipe.max_length == 64 and parsed.training["packing"] is True
         check_with_trl(parsed.memory, "SFTTrainer")
+
+
+def test_the_samples_of_a_step_are_whole_groups():
+    def whole(batch, devices=1, **fixed):
+        return TrlSpace(task="grpo", method="full", devices=devices, fixed=fixed).whole_batch(batch)
+
+    assert whole(None, 3, num_generations=2) % 6 == 0 and whole(12, num_generations=2) == 12
+    assert TrlSpace(task="sft", method="full", devices=1, fixed={}).whole_batch(7) == 7
+    for batch, group, message in (
+        (None, 1, "num_generations=1 must be at least 2"),
+        (None, "4", "num_generations=4 must be at least 2"),
+        (9, 2, "effective_batch_size=9 counts completions and must be a multiple of num_generations=2"),
+    ):
+        with pytest.raises(InputError, match=message):
+            whole(batch, num_generations=group)

@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, flags, run_forked, slow
 
 from hf_memopt.errors import InputError
+from hf_memopt.recipe.summary import _relative_errors
 
 QUICK = flags(
     preset="cpu", samples=1, max_length=32, effective_batch_size=4, per_device_train_batch_size=2, held_out=8
@@ -437,3 +438,8 @@ def test_the_script_in_the_docs(builtin_model, jsonl, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "'train_loss'" in done.stdout + done.stderr
     assert list(Path(tmp_path, "out").glob("checkpoint-2/model.safetensors"))
+
+
+def test_errors_are_relative_to_what_was_measured():
+    estimated = SimpleNamespace(a=3, b=1, c=5, d=0)
+    assert _relative_errors(estimated, {"a": 2, "b": 4, "c": 0, "d": 1, "e": 1}) == {"a": 0.5, "b": -0.75}

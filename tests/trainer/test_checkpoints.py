@@ -12,7 +12,9 @@ from small_runs import OOM, same, train
 from transformers import Trainer
 
 from hf_memopt import InputError, MemoryTrainer
+from hf_memopt.trainer.checkpoints.intact import MANIFEST, _changed, _entry, write_manifest
 from hf_memopt.trainer.checkpoints.resuming import SafeResume
+from hf_memopt.trainer.checkpoints.sharded_states import states_saved_here
 from hf_memopt.trainer.step.batch_limit import BatchLimit
 
 
@@ -116,3 +118,43 @@ def test_a_run_starts_with_the_chunk_that_fitted(noted, elements, tmp_path):
     trainer = SimpleNamespace(limit=BatchLimit(3), args=None, _effective_batch_size=lambda: 8)
     SafeResume._keep_effective_batch(trainer, file)
     assert trainer.limit.elements == elements
+
+
+def test_a_manifest_lists_every_file_but_itself(tmp_path):
+    (tmp_path / "states").mkdir()
+    for name in ("model.safetensors", "states/one"):
+        (tmp_path / name).write_bytes(b"12345")
+    for _ in range(2):  # the second finds the first one's
+        write_manifest(tmp_path)
+        files = json.loads((tmp_path / MANIFEST).read_text())["files"]
+        assert files.keys() == {"model.safetensors", "states/one"} and {row["bytes"] for row in files.values()} == {5}
+
+
+def test_what_differs_from_a_manifest_is_named(tmp_path):
+    file = tmp_path / "one"
+    file.write_bytes(b"12345")
+    entry = _entry(file)
+    for listed, says in (
+        (entry, ""),
+        ({**entry, "bytes": 4}, "one has 5 bytes, and 4 were written"),
+        (7, "one has 5 bytes, and 7 were written"),
+        ({}, "one has 5 bytes, and None were written"),
+    ):
+        assert _changed(file, "one", listed) == says
+    file.write_bytes(b"12346")
+    assert "one" in _changed(file, "one", entry) and _changed(tmp_path / "two", "two", entry) == "no two"
+
+
+def test_states_are_saved_beside_models_that_transformers_shards():
+    args = SimpleNamespace(save_only_model=False)
+    for model, within in (
+        (None, False),
+        (SimpleNamespace(), False),
+        (SimpleNamespace(is_distributed_loading_by_transformers=False), False),
+        (SimpleNamespace(is_distributed_loading_by_transformers=True), True),
+    ):
+        with states_saved_here(model, args):
+            assert args.save_only_model is within
+        assert args.save_only_model is False
+    with states_saved_here(SimpleNamespace(is_distributed_loading_by_transformers=True)):
+        pass

@@ -163,6 +163,11 @@ def test_the_sizes_of_two_parallelisms(monkeypatch):
     assert resolve_engine({"parallelism_config": ParallelismConfig()}).name == "tp"
     with pytest.raises(InputError, match="parallelism_config has tp_size=2 and accelerate launch tp_size=4"):
         resolve_engine({"parallelism_config": ParallelismConfig(tp_size=2)})
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with pytest.raises(InputError, match="parallelism_config has tp_size=4 and accelerate launch tp_size=2"):
+        resolve_engine({"parallelism_config": ParallelismConfig(tp_size=4)})
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "1")
+    assert resolve_engine({"parallelism_config": ParallelismConfig(tp_size=4)}).name == "tp"
 
 
 def test_an_engine_of_a_plugin_is_estimated(tmp_path, monkeypatch):

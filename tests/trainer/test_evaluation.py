@@ -2,6 +2,7 @@
 
 import json
 from functools import wraps
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -10,7 +11,9 @@ from faults import Strikes
 from small_runs import OOM, QUIET, Rows, collate, llama, train
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_memopt import MemoryArguments, MemoryTrainer, TrainingOutOfMemory
+from hf_memopt import InputError, MemoryArguments, MemoryTrainer, TrainingOutOfMemory
+from hf_memopt.trainer.evaluation import join
+from hf_memopt.trainer.step import optimizer_guard
 
 
 @pytest.mark.slow
@@ -154,3 +157,30 @@ def test_evaluate_alone_says_why_it_ended(tmp_path, caplog):
     assert "out of memory in eval" in caplog.text
     report = json.loads((tmp_path / "oom_report.json").read_text())
     assert (report["stage"], report["checkpoint"]) == ("eval", None)
+
+
+def test_outputs_of_chunks_are_joined_by_sample():
+    one, two = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6]])
+    assert join([one, two], [2, 1]).tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert [part.tolist() for part in join([(one, one), (two, two)], [2, 1])] == 2 * [[[1, 2], [3, 4], [5, 6]]]
+    assert join([{"a": one}, {"a": two}], [2, 1])["a"].shape == (3, 2) and join([None, None], [2, 1]) is None
+    for parts, counts in (
+        ([torch.tensor(1.0)], [1]),  # of the batch
+        ([one, one], [2, 1]),
+        ([one, torch.ones(1, 3)], [2, 1]),
+        (["text"], [1]),
+    ):
+        with pytest.raises(InputError):
+            join(parts, counts)
+
+
+@pytest.mark.parametrize(("whole", "changes"), [(True, False), (True, True), (False, False), (False, True)])
+def test_an_update_repeats_where_the_model_is_whole_and_backward_left_it(whole, changes, monkeypatch):
+    monkeypatch.setattr(optimizer_guard, "holds_whole_model", lambda trainer: whole)
+    monkeypatch.setattr(optimizer_guard, "changes_weights_in_backward", lambda trainer: changes)
+    for recovery, devices in ((True, 1), (True, 2), (False, 1)):
+        trainer = SimpleNamespace(
+            memory_args=SimpleNamespace(oom_recovery=recovery), args=SimpleNamespace(n_gpu=devices)
+        )
+        expected = recovery and devices == 1 and whole and not changes
+        assert optimizer_guard.UpdateRecovery(trainer, None)._repeats is expected
