@@ -30,23 +30,20 @@ def fake_models() -> Iterator[FakeMode]:
     """Every model that is built has fake weights, whether from a checkpoint, a configuration or by its class."""
     mode = FakeMode(allow_non_fake_inputs=True)
     casts = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
-    hook = register_module_parameter_registration_hook(lambda module, name, weight: _fake_weight(mode, weight))
-    try:
-        with (
-            _fake_classes(mode),
-            _fake_checkpoints(),
-            _fake_adapters(mode),
-            CAST.replaced(to=cast_in_place),
-            counted_flash_attention(),  # whether the card has it is checked when the trainer is estimated
-            mock.patch.multiple(
-                torch.nn.Module,
-                cuda=lambda module, device=None: module,
-                **{name: lambda module, dtype=dtype: cast_in_place(module, dtype) for name, dtype in casts.items()},
-            ),
-        ):
-            yield mode
-    finally:
-        hook.remove()
+    with (
+        register_module_parameter_registration_hook(lambda module, name, weight: _fake_weight(mode, weight)),
+        _fake_classes(mode),
+        _fake_checkpoints(),
+        _fake_adapters(mode),
+        CAST.replaced(to=cast_in_place),
+        counted_flash_attention(),  # whether the card has it is checked when the trainer is estimated
+        mock.patch.multiple(
+            torch.nn.Module,
+            cuda=lambda module, device=None: module,
+            **{name: lambda module, dtype=dtype: cast_in_place(module, dtype) for name, dtype in casts.items()},
+        ),
+    ):
+        yield mode
 
 
 _MODELS = Part.DRY_RUN.replaces(

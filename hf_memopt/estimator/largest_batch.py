@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -77,15 +78,11 @@ def largest_eval_batch(trainer):
 def _left_as_it_was(trainer) -> Iterator[None]:
     """Loaders note themselves on the trainer, and in accelerate's list of loaders whose states it saves; iterating
     over one draws random numbers."""
-    changed = [(vars(each), dict(vars(each))) for each in (trainer, trainer.accelerator)]
     loaders = list(trainer.accelerator._dataloaders)
     try:
-        with generators_kept():
+        with mock.patch.dict(vars(trainer)), mock.patch.dict(vars(trainer.accelerator)), generators_kept():
             yield
     finally:
-        for attributes, before in changed:
-            attributes.clear()
-            attributes.update(before)
         trainer.accelerator._dataloaders[:] = loaders
 
 

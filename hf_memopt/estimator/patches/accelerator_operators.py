@@ -89,8 +89,7 @@ def named_cuda_autocast() -> AbstractContextManager:
     return _AUTOCAST.replaced(is_autocast_enabled=answered)
 
 
-@contextmanager
-def foreach_optimizers() -> Iterator[None]:
+def foreach_optimizers() -> AbstractContextManager:
     """torch's optimizers over lists of tensors (foreach), their default on an accelerator: with temporaries of all
     weights at once."""
 
@@ -100,11 +99,7 @@ def foreach_optimizers() -> Iterator[None]:
                 # Adam's falls back to a loop for such a learning rate.
                 group["foreach"] = not isinstance(group["lr"], torch.Tensor) or bool(group.get("capturable"))
 
-    handle = register_optimizer_step_pre_hook(choose)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return register_optimizer_step_pre_hook(choose)
 
 
 def _in_fp32(operator, by_default: bool) -> Callable:

@@ -276,11 +276,8 @@ def following_fsdp(ledger) -> Iterator[None]:
         return resize_and_follow
 
     def find_uncounted(*args, **kwargs):
-        ledger.paused, before = True, ledger.paused
-        try:
+        with mock.patch.object(ledger, "paused", True):
             return find(*args, **kwargs)
-        finally:
-            ledger.paused = before
 
     def copied_inputs(weights):
         return [inputs for weight in weights for inputs in copied(weight)] if on_host(weights) else inputs_of(weights)

@@ -6,8 +6,7 @@ groups. transformers passes groups wherever there is no mask (use_gqa_in_sdpa), 
 tokens × tokens there. Measured on an H200: benchmarks/results/gpu/h200, "full 0.5B, fp32".
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import torch
@@ -34,18 +33,13 @@ def takes_groups(capability: float | None) -> bool:
     return not capability or capability >= _FLASH
 
 
-@contextmanager
-def counted_math_attention(capability: float | None) -> Iterator[None]:
+def counted_math_attention(capability: float | None) -> AbstractContextManager:
     """Have sdpa allocate what the math kernel does where no fused one takes the tensors.
 
     Args:
         capability: CUDA compute capability of the device.
     """
-    with mock.patch.object(functional, "scaled_dot_product_attention", _chosen(capability)):
-        yield
 
-
-def _chosen(capability: float | None) -> Callable:
     def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
         dtype = query.dtype
         if torch.is_autocast_enabled(query.device.type):
@@ -57,7 +51,7 @@ def _chosen(capability: float | None) -> Callable:
         with torch.autocast(query.device.type, enabled=False):
             return _attend(*tensors, attn_mask, dropout_p, is_causal, scale, groups)
 
-    return attention
+    return mock.patch.object(functional, "scaled_dot_product_attention", attention)
 
 
 def _attend(query, key, value, mask, dropout, is_causal, scale, groups):

@@ -103,8 +103,7 @@ def caught_trainer(
         yield trainer
 
 
-@contextlib.contextmanager
-def _presets_as_launched() -> Iterator[None]:
+def _presets_as_launched() -> contextlib.AbstractContextManager:
     """Refuse a preset whose devices or engine nothing starts: the script would train another job, with a line in the
     log, and nobody asked about that."""
     build = preset_arguments.build_training_arguments
@@ -124,8 +123,7 @@ def _presets_as_launched() -> Iterator[None]:
             )
         return build(preset, *args, **kwargs)
 
-    with mock.patch.object(preset_arguments, "build_training_arguments", build_as_launched):
-        yield
+    return mock.patch.object(preset_arguments, "build_training_arguments", build_as_launched)
 
 
 def _check_processes(trainer, launched: Launched) -> None:
@@ -277,15 +275,6 @@ def _own_loops() -> Iterator[None]:
         mock.patch.object(Accelerator, "backward", stop("Accelerator.backward()")),
         mock.patch.object(torch.Tensor, "backward", stop("backward()")),
         mock.patch.object(torch.autograd, "backward", stop("torch.autograd.backward()")),
-        _stopped_steps(stop("step() of an optimizer")),
+        register_optimizer_step_pre_hook(stop("step() of an optimizer")),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _stopped_steps(stop) -> Iterator[None]:
-    hook = register_optimizer_step_pre_hook(stop)
-    try:
-        yield
-    finally:
-        hook.remove()

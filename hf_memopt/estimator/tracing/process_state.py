@@ -7,6 +7,7 @@ import logging
 import random
 import sys
 import warnings
+from unittest import mock
 
 import numpy
 import torch
@@ -30,19 +31,18 @@ def process_state_kept():
     be using, and with full_determinism sets torch's switches."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    shared = [
-        (kind._shared_state, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState, GradientState)
-    ]
-    for state, _ in shared:
-        state.clear()
-    try:
-        with outside_zero3(), _collection_on_demand(), _determinism_kept(), generators_kept(), _one_thread():
-            torch.manual_seed(0)  # TRL shuffles what it generated: two estimates of a job are the same
-            yield
-    finally:
-        for state, before in shared:
-            state.clear()
-            state.update(before)
+    with (
+        mock.patch.dict(PartialState._shared_state, clear=True),
+        mock.patch.dict(AcceleratorState._shared_state, clear=True),
+        mock.patch.dict(GradientState._shared_state, clear=True),
+        outside_zero3(),
+        _collection_on_demand(),
+        _determinism_kept(),
+        generators_kept(),
+        _one_thread(),
+    ):
+        torch.manual_seed(0)  # TRL shuffles what it generated: two estimates of a job are the same
+        yield
 
 
 @contextlib.contextmanager

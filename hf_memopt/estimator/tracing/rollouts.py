@@ -11,6 +11,7 @@ import functools
 import sys
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -138,11 +139,8 @@ def _with_accumulation(trainer, accumulation: int):
 
     @functools.wraps(score)
     def run(*args, **kwargs):
-        traced, trainer.args.gradient_accumulation_steps = trainer.args.gradient_accumulation_steps, accumulation
-        try:
+        with mock.patch.object(trainer.args, "gradient_accumulation_steps", accumulation):
             return score(*args, **kwargs)
-        finally:
-            trainer.args.gradient_accumulation_steps = traced
 
     return run
 
@@ -183,20 +181,18 @@ def _one_token(model, config, input_ids, attention_mask, **inputs):
     """Generate one token; the cache."""
     caches = []
     decoder = model.get_base_model() if hasattr(model, "get_base_model") else model
-    hook = decoder.register_forward_hook(lambda *args: caches.append(args[-1][CACHE]))
     try:
-        type(model).generate(
-            model,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            generation_config=config,
-            stopping_criteria=[_stop],
-            **inputs,
-        )
+        with decoder.register_forward_hook(lambda *args: caches.append(args[-1][CACHE])):
+            type(model).generate(
+                model,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=config,
+                stopping_criteria=[_stop],
+                **inputs,
+            )
     except _OneToken as stopped:
         stopped.__traceback__ = None  # its frames hold tensors
-    finally:
-        hook.remove()
     return caches[-1]
 
 
