@@ -385,8 +385,7 @@ class Replica(torch.nn.Module):
         super().__init__()
         self.module = module
         total = sum(weight.numel() * weight.element_size() for weight in module.parameters())
-        start = torch.empty(min(total, _SYNC_BUFFER), dtype=torch.uint8)
-        del start
+        torch.empty(min(total, _SYNC_BUFFER), dtype=torch.uint8)  # at the start
         layers = {
             id(weight): part.place_in_model[1]
             for part in module.modules()

@@ -1,7 +1,7 @@
 """Trace a process that has a part of every sample's tokens, and in attention the others' keys and values."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -35,8 +35,7 @@ _aten = torch.ops.aten
 _ENABLED = SimpleNamespace(cp_enabled=True, cp_backend="torch")  # as the Trainer asks accelerate's ParallelismConfig
 
 
-@contextmanager
-def ring_attention(model, processes: int, world_size: int) -> Iterator[None]:
+def ring_attention(model, processes: int, world_size: int) -> AbstractContextManager:
     """Divide a Trainer's batches, and have attention exchange keys and values over the fake process group.
 
     Accelerator._prepare_cp (accelerate 1.15) does it on accelerators only, and torch's attention around the ring knows
@@ -46,8 +45,7 @@ def ring_attention(model, processes: int, world_size: int) -> Iterator[None]:
         processes: that share a sample.
     """
     if processes == 1:
-        yield
-        return
+        return nullcontext()
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     sizes = world_size // processes, processes
@@ -67,8 +65,7 @@ def ring_attention(model, processes: int, world_size: int) -> Iterator[None]:
         return partial(_held, whole, mock.patch.multiple(torch.nn.functional, **attention)), inputs
 
     _attach_context_parallel_hooks(model)
-    with _INPUTS.replaced(_prepare_context_parallel_inputs=divided):
-        yield
+    return _INPUTS.replaced(_prepare_context_parallel_inputs=divided)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import functools
 import re
 import tempfile
 import traceback
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 from unittest import mock
 
@@ -262,12 +262,10 @@ def _load(ledger: Ledger, staged: int) -> None:
     """
     if staged:
         ledger.enter("load", "workspace")
-        unconverted = torch.empty(staged, dtype=torch.uint8)
-        del unconverted
+        torch.empty(staged, dtype=torch.uint8)
 
 
-@contextlib.contextmanager
-def _random_states(job: TracedJob, ledger: Ledger) -> Iterator[None]:
+def _random_states(job: TracedJob, ledger: Ledger) -> contextlib.AbstractContextManager:
     """Count the generator states that checkpointed layers keep. They are always on the host: on a CPU, the device."""
     get_state = torch.get_rng_state
 
@@ -276,8 +274,7 @@ def _random_states(job: TracedJob, ledger: Ledger) -> Iterator[None]:
         ledger.add(state)
         return state
 
-    with contextlib.nullcontext() if job.accelerator else mock.patch.object(torch, "get_rng_state", counted):
-        yield
+    return contextlib.nullcontext() if job.accelerator else mock.patch.object(torch, "get_rng_state", counted)
 
 
 @contextlib.contextmanager
@@ -297,13 +294,11 @@ def _kernels(job: TracedJob):
         yield
 
 
-@contextlib.contextmanager
-def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
+def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger) -> contextlib.AbstractContextManager:
     """Shard the model for FSDP2, which accelerate (1.15) starts on accelerators only: on a CPU it wraps the model in
     DistributedDataParallel, so sharding takes that class's place."""
     if not job.engine.fsdp_version:
-        yield
-        return
+        return contextlib.nullcontext()
 
     on_host = job.discrete_memory and job.engine.offloads
 
@@ -329,13 +324,11 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger):
             ledger.restart()  # accelerate shards on the meta device: the device never holds the whole model
             if staged:
                 ledger.enter("load", HOST)
-                whole = torch.empty(staged, dtype=torch.uint8)
-                del whole
+                torch.empty(staged, dtype=torch.uint8)
                 ledger.enter("start", "other")
             return model
 
-    with DATA_PARALLEL.replaced(DistributedDataParallel=Sharded):
-        yield
+    return DATA_PARALLEL.replaced(DistributedDataParallel=Sharded)
 
 
 def _staged_shards(model, quantized: bool) -> int:
@@ -382,10 +375,8 @@ def _optimizer_errors(args):
 def _offload_to_host(job: TracedJob, model, ledger: Ledger) -> None:
     """Count offloaded activations as host memory, although the trace offloads from the CPU to the CPU."""
     keeper = getattr(model.forward, "keeper", None)
-    if not isinstance(keeper, Offloader):
-        return
-
-    keeper.lanes_for = lambda _: counted_lanes(ledger) if job.discrete_memory else None
+    if isinstance(keeper, Offloader):
+        keeper.lanes_for = lambda _: counted_lanes(ledger) if job.discrete_memory else None
 
 
 _OFFLOADED = Part.OFFLOADED_INPUTS.replaces(
