@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.estimator.private_names import Part
-from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, QuantizedModule, StandInQuantizer
+from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, QuantizedModule, Scheme, StandInQuantizer
 
 _USED = Part.BITSANDBYTES.relies_on(
     "transformers.quantizers.base:HfQuantizer._process_model_before_weight_loading(self, model)",
@@ -43,17 +43,23 @@ def quantize(model, quantization, pre_quantized: bool) -> None:
         quantization: one of transformers' quantization configurations, whose method it trains.
         pre_quantized: the checkpoint holds quantized weights.
     """
+    from transformers.quantizers.auto import AutoHfQuantizer
+
     method = quantization_method(quantization)
-    if method.startswith("bitsandbytes"):
-        quantizer = _quantize_bitsandbytes(model, quantization, pre_quantized)
-    elif method == "torchao":
-        quantizer = _quantize_torchao(model, quantization, pre_quantized)
-    elif method in ("fp8", "mxfp8", "bitnet"):
-        quantizer = _quantize_by_transformers(model, quantization, pre_quantized)
-    elif method == "compressed-tensors":
-        quantizer = _decompress(model, quantization, pre_quantized)
+    if method in SCHEMES or method == "compressed-tensors":  # whose packages need not be installed
+        quantizer = StandInQuantizer(quantization, pre_quantized)
     else:
-        quantizer = _quantize_by_stand_ins(model, quantization, method, pre_quantized)
+        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=pre_quantized)
+    if method.startswith("bitsandbytes"):
+        _quantize_bitsandbytes(model, quantizer)
+    elif method == "torchao":
+        _quantize_torchao(model, quantizer)
+    elif method in ("fp8", "mxfp8", "bitnet"):
+        _quantize_by_transformers(model, quantizer, method)
+    elif method == "compressed-tensors":
+        _decompress(model, quantization)
+    else:
+        _quantize_by_stand_ins(model, quantization, SCHEMES[method])
     model.is_quantized = True
     model.quantization_method = quantization.quant_method
     model.hf_quantizer = quantizer
@@ -66,13 +72,12 @@ def quantize(model, quantization, pre_quantized: bool) -> None:
 _CODES = 256  # of 8 bits
 
 
-def _quantize_bitsandbytes(model, quantization, pre_quantized: bool):
+def _quantize_bitsandbytes(model, quantizer) -> None:
     from bitsandbytes import functional
     from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from transformers.quantizers.auto import AutoHfQuantizer
 
+    quantization = quantizer.quantization_config
     quantization.bnb_4bit_compute_dtype = traceable_dtype(quantization.bnb_4bit_compute_dtype)
-    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=pre_quantized)
     before = {name: module for name, module in model.named_modules() if hasattr(module, "weight")}
     # Outside the fake mode: the code table needs values, and transformers creates the new layers on meta tensors.
     with unset_fake_temporarily():
@@ -83,7 +88,6 @@ def _quantize_bitsandbytes(model, quantization, pre_quantized: bool):
     with mock.patch.dict(functional.name2qmap, dynamic=torch.empty(_CODES, dtype=torch.float32)):
         _quantize_layers(model, before, quantization)
     model.is_loaded_in_8bit, model.is_loaded_in_4bit = quantization.load_in_8bit, quantization.load_in_4bit
-    return quantizer
 
 
 def _quantize_layers(model, before: dict, quantization) -> None:
@@ -134,35 +138,28 @@ def _weight_8bit(data, template):
     return weight
 
 
-def _quantize_torchao(model, quantization, pre_quantized: bool):
+def _quantize_torchao(model, quantizer) -> None:
     """torchao's own conversion, which runs on fake tensors; its kernels do, too."""
     from torchao.quantization import quantize_
-    from transformers.quantizers.auto import AutoHfQuantizer
 
-    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=pre_quantized)
     quantizer._process_model_before_weight_loading(model)
-    kind = copy.copy(quantization.quant_type)
+    kind = copy.copy(quantizer.quantization_config.quant_type)
     kind.set_inductor_config = False  # it would change settings of torch.compile for the whole process
     quantize_(model, kind, lambda module, name: quantizer.param_needs_quantization(model, f"{name}.weight"))
-    return quantizer
 
 
-def _quantize_by_transformers(model, quantization, pre_quantized: bool):
+def _quantize_by_transformers(model, quantizer, method: str) -> None:
     """Methods whose modules are transformers' own: they are created on meta tensors, which become fake ones."""
-    from transformers.quantizers.auto import AutoHfQuantizer
-
-    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=pre_quantized)
     quantizer._process_model_before_weight_loading(model)
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             if weight.is_meta:
                 empty = torch.empty(weight.shape, dtype=traceable_dtype(weight.dtype))
-                trained = weight.requires_grad and quantization_method(quantization) == "bitnet"
+                trained = weight.requires_grad and method == "bitnet"
                 setattr(module, name, torch.nn.Parameter(empty, requires_grad=trained))
-    return quantizer
 
 
-def _decompress(model, quantization, pre_quantized: bool):
+def _decompress(model, quantization) -> None:
     """compressed-tensors (0.20) decompresses the whole model at its first forward, for good, and keeps the scales
     (ModelCompressor.add_decompress_hook)."""
     groups = getattr(quantization, "config_groups", None) or {}
@@ -177,19 +174,16 @@ def _decompress(model, quantization, pre_quantized: bool):
             module.register_buffer("weight_scale", torch.empty(shape, dtype=module.weight.dtype))
             if not settings.get("symmetric", True):
                 module.register_buffer("weight_zero_point", torch.empty(shape, dtype=torch.int8))
-    return StandInQuantizer(quantization, pre_quantized)
 
 
-def _quantize_by_stand_ins(model, quantization, method: str, pre_quantized: bool):
+def _quantize_by_stand_ins(model, quantization, scheme: Scheme) -> None:
     """Methods whose package need not be installed (quantized_linear.SCHEMES)."""
-    scheme = SCHEMES[method]
     for name, module in list(model.named_modules()):
         if type(module) is torch.nn.Linear and scheme.converts(model, name, quantization):
             layer = QuantizedModule(module.in_features, module.out_features, scheme, quantization)
             if module.bias is not None:
                 layer.bias = module.bias.requires_grad_(False)
             model.set_submodule(name, layer)
-    return StandInQuantizer(quantization, pre_quantized)
 
 
 def loaded_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
