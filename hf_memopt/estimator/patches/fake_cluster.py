@@ -54,12 +54,16 @@ def fake_cluster(world_size: int, engine: Engine, ledger, rank: int = 0) -> Iter
         if engine.alone:
             yield
             return
-        ranks = {"WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
-        os.environ.update({key: str(value) for key, value in ranks.items()})
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
+        os.environ.update(rank_variables(world_size, rank, world_size))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # accelerate sets it otherwise
         with process_group(world_size, rank), _FAKES[type(engine)](ledger):
             yield
+
+
+def rank_variables(world_size: int, rank: int, local_world_size: int) -> dict[str, str]:
+    """The environment by which one of several processes finds the others."""
+    ranks = {"WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": local_world_size}
+    return {**{key: str(value) for key, value in ranks.items()}, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 _WORLD = Part.SEVERAL_DEVICES.replaces(
@@ -168,12 +172,11 @@ def _deepspeed(ledger) -> Iterator[None]:
     check(Part.DEEPSPEED)
     from deepspeed.utils import groups, logger
 
-    groups_before, disabled, accelerator = dict(vars(groups)), logger.disabled, deepspeed.accelerator.get_accelerator()
-    logger.disabled = True
-    deepspeed.accelerator.set_accelerator(_fake_accelerator())
+    groups_before = dict(vars(groups))
     try:
         with (
-            _BACKEND.replaced(cdb=None),
+            mock.patch.object(logger, "disabled", True),
+            fake_accelerator(),
             _COMPARED.replaced(assert_ints_same_as_other_ranks=lambda *_: None),
             _ADAM.replaced(DeepSpeedCPUAdam=KernelAdam, FusedAdam=KernelAdam),
             _DISK.replaced(load=fake_disk.loader(ledger)),
@@ -191,8 +194,6 @@ def _deepspeed(ledger) -> Iterator[None]:
             deepspeed.init_distributed(dist_backend="fake", verbose=False)
             yield
     finally:
-        logger.disabled = disabled
-        deepspeed.accelerator.set_accelerator(accelerator)
         vars(groups).update(groups_before)
 
 
@@ -206,29 +207,22 @@ def _outside_operators(wrap):
     return wrap_constructor
 
 
-def _fake_accelerator():
-    """DeepSpeed's CPU, whatever accelerator it found, without kernels that read shared memory of ranks that do not
-    exist."""
+@contextmanager
+def fake_accelerator() -> Iterator[None]:
+    """DeepSpeed on this process's CPU, where it is installed, whatever accelerator it found: without kernels that read
+    shared memory of ranks that do not exist, and with groups that it forgets afterwards."""
+    if not is_installed("deepspeed"):
+        yield
+        return
+    import deepspeed
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     class FakeAccelerator(CPU_Accelerator):
         def create_op_builder(self, op_name):
             return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 
-    return FakeAccelerator()
-
-
-@contextmanager
-def fake_accelerator() -> Iterator[None]:
-    """DeepSpeed on this process's CPU, where it is installed: without kernels, and with groups that it forgets
-    afterwards."""
-    if not is_installed("deepspeed"):
-        yield
-        return
-    import deepspeed
-
     accelerator = deepspeed.accelerator.get_accelerator()
-    deepspeed.accelerator.set_accelerator(_fake_accelerator())
+    deepspeed.accelerator.set_accelerator(FakeAccelerator())
     try:
         with _BACKEND.replaced(cdb=None):
             yield

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from hf_memopt.errors import InputError, as_input_error, one_line
-from hf_memopt.estimator.patches.fake_cluster import fake_accelerator, process_group
+from hf_memopt.estimator.patches.fake_cluster import fake_accelerator, process_group, rank_variables
 from hf_memopt.estimator.private_names import Part
 from hf_memopt.foreign.launchers import Launch, count_processes
 from hf_memopt.hardware.catalog import DEVICES_PER_HOST
@@ -33,13 +33,9 @@ class Launched:
     @property
     def variables(self) -> dict[str, str]:
         """The environment of rank 0."""
-        if self.processes == 1 and not self.environment:
-            return {}
-        local = min(self.processes, DEVICES_PER_HOST)
-        ranks = {"WORLD_SIZE": self.processes, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}
-        ranks |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-        own = {name: str(value) for name, value in ranks.items()} if self.processes > 1 else {}
-        return {**self.environment, **own}
+        if self.processes == 1:
+            return dict(self.environment)
+        return {**self.environment, **rank_variables(self.processes, 0, min(self.processes, DEVICES_PER_HOST))}
 
 
 class _Starting(BaseException):
