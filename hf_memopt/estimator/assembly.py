@@ -101,9 +101,7 @@ def _limit_optimizer_group(peaks: dict[str, Peak], trace: TraceResult, job: Job,
         return
     traced_group = min(group, outside + layer * depth)
     bound = int(trace.peaks["optimizer"].by_kind.get("workspace", 0) * group / traced_group)
-    peak = peaks["optimizer"]
-    peak.total += bound - peak.by_kind.get("workspace", 0)
-    peak.by_kind["workspace"] = bound
+    peaks["optimizer"].grow("workspace", bound - peaks["optimizer"].by_kind.get("workspace", 0))
 
 
 def _replay(trace: TraceResult, period: int, added: int, job: Job, peak: int) -> Replay:

@@ -52,9 +52,9 @@ def add_engine(peaks: dict[str, Peak], job) -> None:
     sleeps = job.fields.get("vllm_enable_sleep_mode")
     for name, peak in peaks.items():
         if name == GENERATION or not (sleeps or name.startswith(("load", "start"))):
-            _add(peak, share)
+            peak.grow("other", share)
     if sleeps:
-        _add(peaks[WEIGHT_SYNC], weights)
+        peaks[WEIGHT_SYNC].grow("other", weights)
 
 
 def notes_on_engine(job, peaks: dict[str, Peak]) -> list[str]:
@@ -72,11 +72,6 @@ def notes_on_engine(job, peaks: dict[str, Peak]) -> list[str]:
         f"{times}, with {gib(weights)} of weights and a KV cache of at most {tokens:,} tokens, less vLLM's own "
         "activations and CUDA graphs; counted as other"
     ]
-
-
-def _add(peak: Peak, size: int) -> None:
-    peak.total += size
-    peak.by_kind["other"] = peak.by_kind.get("other", 0) + size
 
 
 def utilization(fields: Mapping[str, Any]) -> float:

@@ -1,6 +1,7 @@
 """Memory that a trace on the CPU cannot see, and what the numbers do and do not cover (hardware.constants)."""
 
 import copy
+import math
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
@@ -58,12 +59,12 @@ def add_prefetched(peaks: dict[str, Peak], job) -> None:
     without = ("load", "start", "eval") if alone else ("load", "start")
     for name, peak in peaks.items():
         if not name.startswith(without):
-            grow(peak, "other", size + (batch if copied and name.startswith(sees) else 0))
+            peak.grow("other", size + (batch if copied and name.startswith(sees) else 0))
     if not alone:  # the last step's are let go only when the next step's are there
         fetching = peaks["between: next batches"] = copy.deepcopy(peaks["between"])
-        grow(fetching, "other", accumulation * batch)
+        fetching.grow("other", accumulation * batch)
         if job.engine.plain:  # gradients are gone by then
-            grow(fetching, "gradients", -fetching.by_kind.get("gradients", 0))
+            fetching.grow("gradients", -fetching.by_kind.get("gradients", 0))
 
 
 def _one_at_a_time(job) -> bool:
@@ -73,20 +74,14 @@ def _one_at_a_time(job) -> bool:
 
 def batch_bytes(job, block: int = 1) -> int:
     """Bytes of one micro-batch, each tensor in whole blocks."""
-    total = 0
-    for shape, dtype in job.batch.values():
-        count = 1
-        for length in shape:
-            count *= length
-        total += -(-count * dtype.itemsize // block) * block
-    return total
+    return sum(-(-math.prod(shape) * dtype.itemsize // block) * block for shape, dtype in job.batch.values())
 
 
 def add_kept_logits(peaks: dict[str, Peak], size: int) -> None:
     """Logits that wait on the device until all of an evaluation's batches are done."""
     for name, peak in peaks.items():
         if size and name.startswith("eval"):
-            grow(peak, "logits", size)
+            peak.grow("logits", size)
 
 
 def add_concatenation(peaks: dict[str, Peak], size: int) -> None:
@@ -101,7 +96,7 @@ def add_concatenation(peaks: dict[str, Peak], size: int) -> None:
         if name.startswith("eval") and passing < 2 * size:
             peak.total -= passing
             peak.by_kind |= {"logits": 0, "activations": 0}
-            grow(peak, "logits", 2 * size)
+            peak.grow("logits", 2 * size)
 
 
 def _evaluated(job, logits: int) -> int:
@@ -124,13 +119,7 @@ def add_workspace(peaks: dict[str, Peak], device: Hardware) -> None:
     size = _BLAS_HANDLES * int(constant("workspace_bytes", device).value)
     for name, peak in peaks.items():
         if size and not name.startswith(("load", "start")):
-            grow(peak, "workspace", size)
-
-
-def grow(peak: Peak, kind: str, size: int) -> None:
-    """Add to one kind and to the total."""
-    peak.total += size
-    peak.by_kind[kind] = peak.by_kind.get(kind, 0) + size
+            peak.grow("workspace", size)
 
 
 def host_bytes(peaks: dict[str, Peak], job, cached: int, logits: int) -> int:
@@ -313,8 +302,4 @@ def optimizer_buffers(job) -> int:
 
 def largest_group(parts: Iterable[int], limit: int) -> int:
     """Elements of the largest group; a group ends with the weight that reaches the limit."""
-
-    def extend(group: int, part: int) -> int:
-        return part if group >= limit else group + part
-
-    return max(accumulate(parts, extend))
+    return max(accumulate(parts, lambda group, part: part if group >= limit else group + part))

@@ -49,6 +49,11 @@ class Peak:
     host: int = 0
     paged: int = 0
 
+    def grow(self, kind: str, size: int) -> None:
+        """Add to one kind and to the total."""
+        self.total += size
+        self.by_kind[kind] = self.by_kind.get(kind, 0) + size
+
 
 class Moment(NamedTuple):
     """The place of a peak in the job, named by what does not depend on the number of layers.
