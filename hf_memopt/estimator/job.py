@@ -109,26 +109,25 @@ class Job(ModelSettings):
         """The tensors of one micro-batch: name -> (shape, dtype)."""
         if tensors := self._known_batch:
             return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-        micro = self.fields["per_device_train_batch_size"]
-        budget = getattr(self.memory_args, "max_tokens_per_batch", None)
-        if budget is not None:
-            micro = samples_within(budget, self.seq_len)
         if self.shares_heads:  # as deepspeed 0.19's UlyssesSPDataLoaderAdapter leaves it
             import torch
 
-            part = (micro, -(-self.seq_len // self.shared))
+            part = (self._micro_batch, -(-self.seq_len // self.shared))
             return dict.fromkeys(("input_ids", "position_ids", "shift_labels"), (part, torch.int64))
-        return batch_shapes(self.task, self.config, micro, self.seq_len, self.padded, self.packed)
+        return batch_shapes(self.task, self.config, self._micro_batch, self.seq_len, self.padded, self.packed)
+
+    @property
+    def _micro_batch(self) -> int:
+        """Samples of a micro-batch; within a budget of tokens, as many of the longest as fit."""
+        budget = getattr(self.memory_args, "max_tokens_per_batch", None)
+        if budget is None:
+            return self.fields["per_device_train_batch_size"]
+        return samples_within(budget, self.seq_len if self.video is None else self.video.longest(self.config))
 
     @property
     def shares_heads(self) -> bool:
         """True if processes exchange tokens for attention heads (Ulysses), and get batches in parts."""
         return self.shared > 1 and self.engine.deepspeed is not None
-
-    @property
-    def _whole_sample(self) -> dict:
-        """A sample in evaluation, which Ulysses leaves whole, with the positions that it needs in training."""
-        return batch_shapes(self.task, self.config, 1, self.seq_len, self.padded, packed=True)
 
     @property
     def positions(self) -> int | None:
@@ -163,12 +162,7 @@ class Job(ModelSettings):
         """The tensors of a micro-batch whose values are known; empty where there are none but shapes."""
         if self.real_batch is not None:
             return self.real_batch
-        if self.video is None:
-            return {}
-        micro = self.fields["per_device_train_batch_size"]
-        if (budget := getattr(self.memory_args, "max_tokens_per_batch", None)) is not None:
-            micro = samples_within(budget, self.video.longest(self.config))
-        return self.video.batch(self.config, micro)
+        return {} if self.video is None else self.video.batch(self.config, self._micro_batch)
 
     def in_words(self, attention: str) -> str:
         """The job in one line: dtype, optimizer, checkpointing, attention, loss, engine, other memory features, and
@@ -313,13 +307,15 @@ class Job(ModelSettings):
         shallow = replace(self, config=with_depth(self.config, depth), peft_config=adapters)
         bf16 = self.fields.get("bf16", False)
         distribute = functools.partial(spread, mesh=self.mesh, bf16=bf16) if self.mesh else None
+        whole = self.task, self.config, 1, self.seq_len, self.padded
         return TracedJob(
             make_model=lambda: make_model(shallow, distribute),
             batch=self.batch,
             values=value_tensors(self._known_batch),
             padded=self.padded or self.packed,
             evaluated=evaluates(self.fields),
-            eval_batch=self._whole_sample if self.shares_heads else None,
+            # In evaluation Ulysses leaves a sample whole, with the positions that it needs in training.
+            eval_batch=batch_shapes(*whole, packed=True) if self.shares_heads else None,
             **self._trace_settings(),
         )
 
@@ -372,8 +368,10 @@ def describe(
     config = load_config(model)
     if video is not None:
         seq_len = video.batch(config, 1)["input_ids"].shape[1]
-    settings["frozen"] = tuple(settings.get("frozen") or ())
-    settings["dtype"] = resolve_dtype(config, settings.get("dtype", "auto"))
+    settings |= {
+        "frozen": tuple(settings.get("frozen") or ()),
+        "dtype": resolve_dtype(config, settings.get("dtype", "auto")),
+    }
     fields = read_fields(args, config_class)
     world_size = world_size or (1 if isinstance(args, dict) else args.world_size)
     check_fsdp(fields, strategy, world_size)
