@@ -130,12 +130,9 @@ def _answers(device: Hardware, count: int) -> list[tuple[Any, dict[str, Any]]]:
     absent = {"is_available": _always(False), "device_count": _always(0)}
     name = "cuda" if on_cuda else device.backend
     return [
-        (
-            torch.cuda,
-            _cuda_answers(device, count) if on_cuda else {"is_available": _always(False), "device_count": _always(0)},
-        ),
+        (torch.cuda, _cuda_answers(device, count) if on_cuda else absent),
         (torch.backends.mps, dict.fromkeys(("is_available", "is_built", "is_macos_or_newer"), _always(on_mps))),
-        (torch.mps, _mps_answers(device)) if on_mps else (torch.mps, {}),
+        (torch.mps, _mps_answers(device) if on_mps else {}),
         (torch.xpu, _xpu_answers(device, count) if device.backend == "xpu" else absent),
         (
             torch.accelerator,
@@ -231,11 +228,9 @@ def _xpu_answers(device: Hardware, count: int) -> dict[str, Any]:
 
 
 def _mps_answers(device: Hardware) -> dict[str, Any]:
-    sizes = dict.fromkeys(("current_allocated_memory", "driver_allocated_memory"), _always(0))
-    actions = dict.fromkeys(("empty_cache", "synchronize", "manual_seed", "seed", "set_rng_state"), _always(None))
     return {
-        **sizes,
-        **actions,
+        **dict.fromkeys(("current_allocated_memory", "driver_allocated_memory"), _always(0)),
+        **dict.fromkeys(("empty_cache", "synchronize", "manual_seed", "seed", "set_rng_state"), _always(None)),
         "device_count": _always(1),
         "recommended_max_memory": _always(device.memory),
         "get_rng_state": _always(torch.zeros(16, dtype=torch.uint8)),

@@ -16,8 +16,10 @@ from hf_memopt.estimator.trl_job import TrlJob
 from hf_memopt.units import size
 
 # Tensors of at most a weight's size that optimizers keep for each; three where the number is an option of theirs.
-_STATES = {"sgd": 1, "adagrad": 1, "lion_8bit": 1, "lion_32bit": 1, "paged_lion_8bit": 1, "paged_lion_32bit": 1}
-_STATES |= dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "adafactor"), 2)
+_STATES = {
+    **dict.fromkeys(("sgd", "adagrad", "lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"), 1),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "adafactor"), 2),
+}
 _MOST_STATES = 3  # of the optimizers that _STATES lacks
 _SPARE = 0.01  # of padded partitions, and of buffers
 _BLOCKS = 4 * BLOCK  # bytes a trained tensor: of its gradient, its states and what is kept once for each of them

@@ -4,7 +4,6 @@ The file spares `hf-memopt show` the import of torch; a test estimates a part of
 """
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -21,7 +20,6 @@ from hf_memopt.presets import METHODS, Preset, list_presets, preset_by_name
 from hf_memopt.presets.build import is_chosen
 from hf_memopt.presets.reference import REFERENCE_FILE
 
-logger = logging.getLogger(__name__)
 # The models that presets are for, the smallest first: of each size one that people fine-tune.
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M",

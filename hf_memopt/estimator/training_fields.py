@@ -77,9 +77,13 @@ def _engine_fields(engine: Engine, fields: dict[str, Any]) -> dict[str, Any]:
         return {"deepspeed": engine.deepspeed}
     if engine.fsdp_version is None:
         return {}
-    settings = {"activation_checkpointing": engine.checkpointing, "version": engine.fsdp_version}
-    settings |= {"reshard_after_forward": engine.reshards, "cpu_offload": engine.offload_params}
-    settings[CHECKPOINTING_OFFLOAD] = engine.offloads_inputs
+    settings = {
+        "activation_checkpointing": engine.checkpointing,
+        "version": engine.fsdp_version,
+        "reshard_after_forward": engine.reshards,
+        "cpu_offload": engine.offload_params,
+        CHECKPOINTING_OFFLOAD: engine.offloads_inputs,
+    }
     return {"fsdp": True, "fsdp_config": fsdp_settings(fields.get("fsdp"), fields.get("fsdp_config")) | settings}
 
 

@@ -151,8 +151,10 @@ def _around_trainer(row: TrlTask, job: Job, tool: str) -> TrlJob:
         own["inputs"] = described.inputs[-steps * job.fields["per_device_train_batch_size"] :]
         fields = {name: value for name, value in job.fields.items() if name != "generation_batch_size"}
         job = dataclasses.replace(job, fields=fields | {"steps_per_generation": steps})
-    names = ("fields", "dtype", "engine", "world_size", "rank", "memory_args", "quantization_config", "dequantized")
-    names = (*names, "expandable", "shared")
+    names = (
+        *("fields", "dtype", "engine", "world_size", "rank", "memory_args", "quantization_config", "dequantized"),
+        *("expandable", "shared"),
+    )
     return TrlJob(**own | {name: getattr(job, name) for name in names})
 
 
@@ -174,8 +176,7 @@ def _make_trainer(row: TrlTask, job: Job, folder: str):
     with fake_models() as mode, contextlib.ExitStack() as stack:
         with mode:
             model = make_model(settings)
-            alone = job.peft_config is None and not fields.get("precompute_ref_log_probs")
-            if row.reference and alone:
+            if row.reference and job.peft_config is None and not fields.get("precompute_ref_log_probs"):
                 extras["ref_model"] = make_model(settings)
         if job.peft_config is not None:
             adapters = adapters_for(dataclasses.replace(settings, peft_config=job.peft_config), model)

@@ -472,8 +472,12 @@ def fully_shard_model(
         for weight in model.parameters():
             if weight.requires_grad and weight.dtype is not torch.float32:
                 weight.data = weight.data.float()
-    settings = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(compute, compute, compute), "ignored_params": ignored}
-    settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
+    settings = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(compute, compute, compute),
+        "ignored_params": ignored,
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy(),
+    }
     names = {id(weight): name for name, weight in model.named_parameters()}
     groups = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
     for layer in layers:

@@ -56,8 +56,9 @@ def counted_offloading(fields, trainer, ledger: Ledger) -> Iterator[None]:
         return
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
-    streams = SimpleNamespace(Stream=Stream, current_stream=Stream, stream=lambda _: _Copies(ledger))
-    streams.empty_cache = lambda: None
+    streams = SimpleNamespace(
+        Stream=Stream, current_stream=Stream, stream=lambda _: _Copies(ledger), empty_cache=lambda: None
+    )
     with (
         mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),  # fake ones are all 0
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),

@@ -11,8 +11,10 @@ from hf_memopt.estimator.accounting.ledger import STACK, Moment, Peak, highest
 _TRACED_WHOLE = 6  # layers; models up to this depth are not made shallower
 # Fields of transformers' configurations that make every n-th layer of another kind, and those that say how many come
 # before the first such.
-_EVERY = ("decoder_sparse_step", "moe_layer_frequency", "moe_layer_freq", "attn_layer_period", "expert_layer_period")
-_EVERY += ("moe_layer_interval", "interleave_moe_layer_step")
+_EVERY = (
+    *("decoder_sparse_step", "moe_layer_frequency", "moe_layer_freq", "attn_layer_period", "expert_layer_period"),
+    *("moe_layer_interval", "interleave_moe_layer_step"),
+)
 _LISTED = ("mlp_only_layers", "moe_layers")  # which list the layers of a kind
 _FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 

@@ -99,7 +99,7 @@ def fake_world(backend: str, flex: bool = False, paging: Callable = nullcontext,
         _COPY.replaced(__deepcopy__=_deepcopy),
         _COMPILE.replaced(compile=_uncompiled),
         foreach_optimizers() if accelerator else nullcontext(),
-        _bitsandbytes(paging if accelerator else None, accelerator),
+        _bitsandbytes(paging if accelerator else None),
         traceable_adapters(),
         matched_in_order(),
         accelerator_operators(backend) if accelerator else nullcontext(),
@@ -186,7 +186,7 @@ _TABLES = Part.BITSANDBYTES.relies_on(
 
 
 @contextmanager
-def _bitsandbytes(paging: Callable | None, accelerator: bool) -> Iterator[None]:
+def _bitsandbytes(paging: Callable | None) -> Iterator[None]:
     """bitsandbytes (0.50) on fake tensors: a manager and code tables of the trace's own, and pages where it pages.
 
     Args:
@@ -206,8 +206,11 @@ def _bitsandbytes(paging: Callable | None, accelerator: bool) -> Iterator[None]:
             return weight.new_zeros((*copies, *weight.shape), dtype=dtype)
 
     def double_buffer(optimizer, weight, dtype=torch.float32):
-        if not paging:
-            refuse_paging(optimizer, weight)
+        # On a CPU bitsandbytes (0.50) pages this buffer, too, but cannot.
+        if not paging and optimizer.is_paged and weight.numel() >= PAGED_FROM:
+            raise InputError(
+                "optim: bitsandbytes pages AdEMAMix's states on a CPU, too, which fails: use ademamix or ademamix_8bit"
+            )
         return buffer(optimizer, weight, dtype, (2,))
 
     from bitsandbytes.functional import name2qmap
@@ -222,7 +225,7 @@ def _bitsandbytes(paging: Callable | None, accelerator: bool) -> Iterator[None]:
         _GATHERED.replaced(fix_4bit_weight_quant_state_from_module=restore),
         _STATES.replaced(get_state_buffer=buffer),
         _DOUBLE.replaced(_get_state_double_buffer=double_buffer),
-        _MATMUL.replaced(matmul=matmul_on_cuda) if accelerator else nullcontext(),
+        _MATMUL.replaced(matmul=matmul_on_cuda) if paging else nullcontext(),
     ):
         yield
 
@@ -237,14 +240,6 @@ def _own_overrides() -> Iterator[None]:
         yield
 
 
-def refuse_paging(optimizer, weight: torch.Tensor) -> None:
-    """Refuse paged AdEMAMix on a CPU, where bitsandbytes (0.50) pages its double buffer, too, but cannot."""
-    if optimizer.is_paged and weight.numel() >= PAGED_FROM:
-        raise InputError(
-            "optim: bitsandbytes pages AdEMAMix's states on a CPU, too, which fails: use ademamix or ademamix_8bit"
-        )
-
-
 _ASSIGNMENT = Part.DETECTION.replaces(
     "scipy.optimize:linear_sum_assignment",
     why="losses match predictions with targets by the values of their costs",
@@ -253,9 +248,12 @@ _ASSIGNMENT = Part.DETECTION.replaces(
 
 def matched_in_order() -> AbstractContextManager:
     """Match predictions and targets in their order: scipy needs the costs, but how many match follows from shapes."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
     # Each loss has imported the function by name, where scipy is installed.
-    losses = [module for module in modules if "linear_sum_assignment" in vars(module)]
+    losses = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("transformers.") and "linear_sum_assignment" in vars(module)
+    ]
     return _ASSIGNMENT.replaced(losses, linear_sum_assignment=_match_in_order) if losses else nullcontext()
 
 
