@@ -167,24 +167,21 @@ class _Bundled:
 @cache
 def _names() -> dict[str, _Bundled]:
     """Name -> bundled architecture: files' names, hub ids and these without their owner, in small letters."""
-    names, sources = {}, {}
+    names = {}
     for path in sorted(_FOLDER.glob("*.json")):
         source = re.search(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", path.read_text(encoding="utf-8"))
         names[path.stem] = _Bundled(path, source[1] if source else path.stem, path.stem)
-    for model in list(names.values()):
-        sources[model.hub_id] = model
+    sources = {model.hub_id: model for model in names.values()}
     for group in tomllib.loads((_FOLDER / "instruct.toml").read_text(encoding="utf-8")).values():
         for base, hub_id in group.pop("models").items():
             name = f"{base}-instruct"
             sources[hub_id] = names[name] = _Bundled(_FOLDER / f"{base}.json", hub_id, name, group)
+    for base, copies in tomllib.loads((_FOLDER.parent / "same_sizes.toml").read_text(encoding="utf-8")).items():
+        for hub_id in copies:
+            sources.setdefault(hub_id, _Bundled(_FOLDER / f"{base}.json", hub_id, hub_id))
     for hub_id, model in sources.items():
         for name in (hub_id.lower(), hub_id.lower().split("/")[-1]):
             names.setdefault(name, model)
-    for base, copies in tomllib.loads((_FOLDER.parent / "same_sizes.toml").read_text(encoding="utf-8")).items():
-        for hub_id in copies:
-            copy = _Bundled(_FOLDER / f"{base}.json", hub_id, hub_id)
-            for name in (hub_id.lower(), hub_id.lower().split("/")[-1]):
-                names.setdefault(name, copy)
     return names
 
 

@@ -213,8 +213,11 @@ def check_held(trainer, engine: Engine) -> None:
     under which TRL gathers weights itself before it generates."""
     from transformers import PreTrainedModel
 
-    held = [name for name, value in vars(trainer).items() if isinstance(value, PreTrainedModel)]
-    held = [name for name in held if name not in ("model", "model_wrapped")]
+    held = [
+        name
+        for name, value in vars(trainer).items()
+        if isinstance(value, PreTrainedModel) and name not in ("model", "model_wrapped")
+    ]
     if engine.shards_weights and held:
         raise InputError(
             f"trainer.{held[0]} beside the trained model is not modelled where the model is sharded: "
@@ -238,8 +241,5 @@ def _layered_config(model, layer_lists: list[torch.nn.ModuleList]):
 
 def _layer_lists(model) -> list[torch.nn.ModuleList]:
     """The ModuleLists of the repeated layers; none where their number is not the configuration's."""
-    depth = getattr(read_config(model).get_text_config(), "num_hidden_layers", None)
-    stacks = [{id(layer) for layer in stack} for stack in repeated_layers(model)]
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    layers = [module for module in lists if {id(layer) for layer in module} in stacks]
-    return layers if all(len(module) == depth for module in layers) else []
+    depth, lists = getattr(read_config(model).get_text_config(), "num_hidden_layers", None), repeated_layers(model)
+    return lists if all(len(layers) == depth for layers in lists) else []

@@ -65,7 +65,7 @@ def announce_held(model: torch.nn.Module, stacks: list, ledger: Ledger) -> None:
             _announce_gradient(weight, places.get(id(weight), name), ledger.find_layer(weight), ledger)
 
 
-def _position(index: int, layers: list) -> str:
+def _position(index: int, layers: torch.nn.ModuleList) -> str:
     return "layer first" if index == 0 else "layer last" if index == len(layers) - 1 else "layer between"
 
 
@@ -99,13 +99,12 @@ def _recognisable_width(hidden: int, batch: dict) -> int:
     return 0 if any(hidden in (*shape, prod(shape)) for shape in shapes) else hidden
 
 
-def repeated_layers(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
+def repeated_layers(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """A model's longest lists of modules of one kind: its decoder layers, or its encoder and decoder layers."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     # A shallow copy notes which: with few layers others, such as a vision tower, may have as many.
-    if repeating := [list(layers) for layers in lists if getattr(layers, "repeats", False)]:
+    if repeating := [layers for layers in lists if getattr(layers, "repeats", False)]:
         return repeating
-    lists = [list(layers) for layers in lists]
     # Experts are lists within layers: of nested lists the outermost counts.
     inner = {id(part) for layers in lists for layer in layers for part in layer.modules() if part is not layer}
     outer = [layers for layers in lists if layers and not any(id(layer) in inner for layer in layers)]

@@ -149,7 +149,8 @@ class TrainerCopy:
         return copied
 
     def _copy_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        lists = _lists_of_length(module, len(self._layer_lists[0])) if self._layer_lists else []
+        depths = {len(layers) for layers in self._layer_lists}  # one, which a model beside the trained one may share
+        lists = [layers for layers in repeated_layers(module) if len(layers) in depths] if depths else []
         copied = fake_copy(module, lists, self._depth, self._memo)
         self.held.append(copied)
         return copied
@@ -189,10 +190,3 @@ def _is_users_own(value) -> bool:
     """True if a value is an object of a class that no library of _SHARED defines."""
     module = type(value).__module__.split(".")[0]
     return hasattr(value, "__dict__") and module not in _SHARED and not isinstance(value, type | types.ModuleType)
-
-
-def _lists_of_length(module: torch.nn.Module, length: int) -> list[torch.nn.ModuleList]:
-    """The lists of a held model's repeated layers, where it has as many as the trained one."""
-    layers = {id(stack[0]) for stack in repeated_layers(module) if len(stack) == length}
-    lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == length]
-    return [part for part in lists if id(part[0]) in layers]
