@@ -105,11 +105,10 @@ class CachingAllocator:
         if self._limit is not None and self.reserved + self._needed(size, pool) > self._limit:
             self._release_cached()
         tail = self._tails[pool]
-        spare = tail.size if tail is not None and tail.free else 0
         added = self._needed(size, pool)
         self.reserved += added
         self.peak = max(self.peak, self.reserved)
-        if spare:
+        if tail is not None and tail.free:
             self._unlist(tail)
             tail.size += added
             return tail

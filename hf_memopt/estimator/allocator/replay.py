@@ -170,10 +170,8 @@ def _stack(layer: int | None) -> int | None:
 
 
 def _find_blocks(trace: TraceResult, period: int) -> dict[int, range]:
-    deepest: dict[int, int] = {}
-    for event in trace.events:
-        if event.layer is not None:
-            deepest[_stack(event.layer)] = max(deepest.get(_stack(event.layer), 0), event.layer)
+    layers = {event.layer for event in trace.events if event.layer is not None}
+    deepest = {_stack(layer): layer for layer in sorted(layers)}
     return {stack: range(last - period, last) for stack, last in deepest.items() if last % STACK > period}
 
 
