@@ -58,7 +58,9 @@ def resolve_quantization(config, quantization, device: Hardware | None = None) -
         quantization = _merged(config, quantization)
     method = quantization_method(quantization)
     if getattr(quantization, "dequantize", False) or _dequantizes(method, device):
-        return _without_quantization(config), None, method
+        config = copy.deepcopy(config)
+        vars(config).pop("quantization_config", None)
+        return config, None, method
     if reason := _REFUSED.get(method):
         raise MethodRefused(f"{_AS_CONFIG}: models quantized with {method} are refused: {reason}")
     if not _is_trainable(quantization, method):
@@ -204,12 +206,6 @@ def _dequantizes(method: str, device: Hardware | None) -> bool:
     if device.backend != "cuda":
         return device.backend != "rocm"
     return float(device.architecture or "inf") < _LEAST_CAPABILITY[method]
-
-
-def _without_quantization(config):
-    config = copy.deepcopy(config)
-    vars(config).pop("quantization_config", None)
-    return config
 
 
 def _is_trainable(quantization, method: str) -> bool:

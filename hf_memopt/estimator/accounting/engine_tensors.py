@@ -80,14 +80,13 @@ def _classify(engine, on_host: set[str], ledger: Ledger) -> None:
         classify(getattr(zero, name, None), kind)
     for weight in engine.module.parameters():  # views of the flat tensors of their groups
         classify(getattr(weight, "ds_tensor", weight.data), "parameters")
-    for group in getattr(getattr(zero, "optimizer", None), "param_groups", ()):  # stage 3's are empty between steps
-        classify(group["params"], "optimizer_states")
-    for states in getattr(getattr(zero, "optimizer", None), "state", {}).values():
-        classify(states, "optimizer_states")
+    inner = getattr(zero, "optimizer", None)
+    # Those of stage 3 are empty between steps.
+    classify([group["params"] for group in getattr(inner, "param_groups", ())], "optimizer_states")
+    classify(getattr(inner, "state", None), "optimizer_states")
     if "optimizer_states" in on_host:
-        for name in _STAGING:
-            for tensor in tensors_in(getattr(zero, name, None)):
-                ledger.classify(tensor, HOST)
+        for tensor in tensors_in([getattr(zero, name, None) for name in _STAGING]):
+            ledger.classify(tensor, HOST)
 
 
 def _offloaded(engine) -> set[str]:

@@ -20,6 +20,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.known_values import set_value
 from hf_memopt.estimator.accounting.ledger import GENERATION, LOG_PROBS, REWARDS, Ledger
 from hf_memopt.estimator.private_names import Part
+from hf_memopt.estimator.trl_tasks import unscored
 from hf_memopt.stack.vocabulary import CACHE
 
 
@@ -149,12 +150,7 @@ def _reward(function):
     """A reward model; in the place of a function, which may ask a server or run code, rewards without a meaning."""
     if isinstance(function, torch.nn.Module):
         return function
-
-    @functools.wraps(function, updated=())
-    def rewards(completions, **kwargs):
-        return [0.0] * len(completions)
-
-    return rewards
+    return functools.update_wrapper(functools.partial(unscored), function, updated=())
 
 
 class _OneToken(BaseException):

@@ -54,10 +54,6 @@ def _per_token(batch: Batch) -> dict[str, tuple[int, ...]]:
     return {"labels": (batch.samples, batch.tokens)}
 
 
-def _per_pixel(batch: Batch) -> dict[str, tuple[int, ...]]:
-    return {"labels": (batch.samples, *_image_size(batch.config))}
-
-
 def _fewer_than_frames(batch: Batch) -> dict[str, tuple[int, ...]]:
     """Labels of CTC: English speech has some 15 letters a second, wav2vec 2.0's encoder 50 frames."""
     return {"labels": (batch.samples, max(1, batch.tokens * 3 // 10))}
@@ -137,7 +133,11 @@ TASKS = {
     "next-sentence-prediction": Task("AutoModelForNextSentencePrediction", _per_sample),
     "image-classification": Task("AutoModelForImageClassification", _per_sample),
     "video-classification": Task("AutoModelForVideoClassification", _per_sample),
-    "semantic-segmentation": Task("AutoModelForSemanticSegmentation", _per_pixel, pipelines=("image-segmentation",)),
+    "semantic-segmentation": Task(
+        "AutoModelForSemanticSegmentation",
+        lambda batch: {"labels": (batch.samples, *_image_size(batch.config))},
+        pipelines=("image-segmentation",),
+    ),
     "speech-seq2seq": Task("AutoModelForSpeechSeq2Seq", pipelines=("automatic-speech-recognition",)),
     "ctc": Task("AutoModelForCTC", _fewer_than_frames, pipelines=("automatic-speech-recognition",)),
     "audio-classification": Task("AutoModelForAudioClassification", _per_sample),

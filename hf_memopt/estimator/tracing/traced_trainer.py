@@ -12,19 +12,6 @@ from hf_memopt.estimator.tracing.rollouts import follow_rollouts, generates
 from hf_memopt.levers.apply import apply_to_trainer
 
 
-class _Rows(torch.utils.data.Dataset):
-    """Rows without content: the collator creates the tensors."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def make_trainer(job, model, args, ledger: Ledger):
     """A Trainer over fake batches, or a copy of the user's own with its class and settings.
 
@@ -38,7 +25,7 @@ def make_trainer(job, model, args, ledger: Ledger):
     batches = args.gradient_accumulation_steps * args.max_steps
     if not job.accelerator:  # accelerate's loader holds the next batch already, on a CPU in the same memory
         batches += 1
-    data = _Rows(micro * batches * job.world_size)
+    data = range(micro * batches * job.world_size)  # rows without content: the collator creates the tensors
     if job.trainer is None:
         trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=make_collator(job))
         trainer.remove_callback(PrinterCallback)
