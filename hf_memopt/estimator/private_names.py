@@ -198,8 +198,7 @@ def faults(part: Part) -> Iterator[str]:
             continue
         for path, parameters in names.signatures.items():
             if (reason := _fault(path, parameters, names.use)) is not None:
-                name = path.replace(":", ".")
-                yield f"hf_memopt does not know {library} {version(library)}: {name} {reason}"
+                yield f"hf_memopt does not know {library} {version(library)}: {path.replace(':', '.')} {reason}"
 
 
 def version(library: str) -> str:

@@ -82,9 +82,7 @@ def loading_quantization(config):
     """What from_pretrained takes for dequantized(); None of checkpoints that it loads as they are."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
-    if not dequantized(config):
-        return None
-    return AutoQuantizationConfig.from_dict(_dequantized(config.quantization_config))
+    return AutoQuantizationConfig.from_dict(_dequantized(config.quantization_config)) if dequantized(config) else None
 
 
 def check_quantized_training(quantization, peft_config, engine: Engine) -> None:

@@ -82,8 +82,7 @@ def largest_savings(job: Job, estimate: Estimate, count: int = 3, map_fn=one_by_
     for change, settings in proposals(facts_of(job), ESTIMATED):
         with contextlib.suppress(InputError):  # what the job's trainer does not take
             changes.append((change.written(settings), changed_job(job, settings)))
-    savings = _estimated(changes, estimate, map_fn)
-    return sorted(savings, key=lambda saving: -saving.saved_bytes)[:count]
+    return sorted(_estimated(changes, estimate, map_fn), key=lambda saving: -saving.saved_bytes)[:count]
 
 
 def smaller_models(job: Job, estimate: Estimate, map_fn=one_by_one) -> list[Saving]:

@@ -83,17 +83,13 @@ class TrainerJob(Job):
         trainer = self.trainer
         if trainer.compute_metrics is None or trainer.args.prediction_loss_only or trainer.eval_dataset is None:
             return 0
-        reduced = getattr(self.memory_args, "reduce_eval_logits", False)
-        if reduced and trainer.preprocess_logits_for_metrics is None:
+        if getattr(self.memory_args, "reduce_eval_logits", False) and trainer.preprocess_logits_for_metrics is None:
             return 0  # only the predicted token ids are kept
         if trainer.args.batch_eval_metrics:
             return 1
-        size = trainer.args.per_device_eval_batch_size
-        data = trainer.eval_dataset
-        lengths = [
-            len(each) for each in (data.values() if isinstance(data, dict) else [data]) if hasattr(each, "__len__")
-        ]
-        return max(1, math.ceil(max(lengths, default=1) / size))
+        data = trainer.eval_dataset.values() if isinstance(trainer.eval_dataset, dict) else [trainer.eval_dataset]
+        longest = max((len(each) for each in data if hasattr(each, "__len__")), default=1)
+        return max(1, math.ceil(longest / trainer.args.per_device_eval_batch_size))
 
     @property
     def concatenates_logits(self) -> bool:

@@ -60,8 +60,7 @@ def tensor_from_values(make):
     """torch.tensor() that accepts fake tensors of one element, whose data it could not read."""
 
     def tensor(data, *args, **kwargs):
-        listed = isinstance(data, list | tuple)
-        return make(tree_map(_number, data) if listed else data, *args, **kwargs)
+        return make(tree_map(_number, data) if isinstance(data, list | tuple) else data, *args, **kwargs)
 
     return tensor
 
@@ -197,8 +196,7 @@ def _without_unknown_masks(func, args):
         return args
     indices = []
     for index in args[1]:
-        all_of = [torch.empty(index.numel(), dtype=torch.int64) for _ in index.shape] if _is_mask(index) else [index]
-        indices += all_of
+        indices += [torch.empty(index.numel(), dtype=torch.int64) for _ in index.shape] if _is_mask(index) else [index]
     return (args[0], indices, *args[2:])
 
 
@@ -233,6 +231,4 @@ class ConstructorValues(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and known_value(args[0]) is not None:
             return known_item(args[0])
-        if concerns(func, args, kwargs):
-            return run(func, args, kwargs, func)
-        return func(*args, **kwargs)
+        return run(func, args, kwargs, func) if concerns(func, args, kwargs) else func(*args, **kwargs)

@@ -154,7 +154,10 @@ def _apply(inner, kernels: _Kernels, chosen: dict, capability: float, stack: Exi
         if chosen.get(name):
             raise InputError(f"liger_kernel_config: Liger has no {name} for {inner.config.model_type}: leave it out")
     if chosen.get("rms_norm", True):
-        _replace_norms(inner, kernels)
+        for path, module in inner.named_modules():
+            name = path.rpartition(".")[2]
+            if name in kernels.norms and type(module).__name__.endswith("RMSNorm"):
+                module.forward = functools.partial(_normalize, module, kernels.own is True or name in kernels.own)
     if kernels.gate and chosen.get(kernels.gate, True):
         for path, module in inner.get_decoder().named_modules():
             if path.rpartition(".")[2] == "mlp" and hasattr(module, "gate_up_proj" if kernels.joined else "gate_proj"):
@@ -167,14 +170,6 @@ def _apply(inner, kernels: _Kernels, chosen: dict, capability: float, stack: Exi
         _fuse_loss(inner, capability)
     elif losses[_PLAIN]:
         inner.loss_function = _plain_loss
-
-
-def _replace_norms(inner, kernels: _Kernels) -> None:
-    for path, module in inner.named_modules():
-        name = path.rpartition(".")[2]
-        if name in kernels.norms and type(module).__name__.endswith("RMSNorm"):
-            own = kernels.own is True or (kernels.own and name in kernels.own)
-            module.forward = functools.partial(_normalize, module, bool(own))
 
 
 def _normalize(module, own: bool, hidden: torch.Tensor) -> torch.Tensor:

@@ -87,8 +87,7 @@ def _unknown_argument(error: Exception, fields: dict[str, Any]) -> str | None:
     unexpected = _UNEXPECTED.search(str(error))
     if unexpected is None:
         return None
-    held_by = (name for name, value in fields.items() if isinstance(value, dict) and unexpected[1] in value)
-    field = next(held_by, None)
+    field = next((name for name, value in fields.items() if isinstance(value, dict) and unexpected[1] in value), None)
     return field and f"{field}.{unexpected[1]}"
 
 

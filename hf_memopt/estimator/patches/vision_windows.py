@@ -26,14 +26,16 @@ _WINDOWS = Part.VISION.replaces(
 def fewer_windows(attn_implementation: str | None) -> Iterator[None]:
     """Merge the windows of all imported models into a few groups; not for eager attention, which stores scores, nor
     for flash attention, which attends to all in one call."""
-    exact = attn_implementation == "eager" or "flash" in (attn_implementation or "")
-    needed = _WINDOWS.needed and not exact
+    needed = _WINDOWS.needed and attn_implementation != "eager" and "flash" not in (attn_implementation or "")
     with ExitStack() as stack:
         for name in ("get_vision_attention_seqlens", "get_vision_window_index") if needed else ():
             compute = _WINDOWS.original(name)
             # Each model has imported the function by name, and calls its own copy.
-            models = [module for path, module in list(sys.modules.items()) if path.startswith("transformers.models.")]
-            importers = [model for model in models if vars(model).get(name) is compute]
+            importers = [
+                module
+                for path, module in list(sys.modules.items())
+                if path.startswith("transformers.models.") and vars(module).get(name) is compute
+            ]
             stack.enter_context(_WINDOWS.replaced(importers, **{name: _grouped(compute)}))
         yield
 

@@ -72,8 +72,7 @@ def find_error(kind: str, device: Hardware) -> SpeedError | None:
     """The error of a kind of jobs on a family of cards; None where no such run was compared."""
     if kind == GENERATED:
         return GENERATING
-    rows = (row for row in ERRORS if row.kind == kind and row.architecture == device.architecture)
-    return next(rows, None)
+    return next((row for row in ERRORS if row.kind == kind and row.architecture == device.architecture), None)
 
 
 def describe_error(kind: str, device: Hardware) -> str:

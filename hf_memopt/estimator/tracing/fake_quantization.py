@@ -133,8 +133,7 @@ def _weight_8bit(data, template):
         vars(weight).update(CB=None, SCB=None, has_fp16_weights=True)
         return weight
     weight = torch.nn.Parameter(torch.empty(data.shape, dtype=torch.int8), requires_grad=False)
-    scales = torch.empty(data.shape[0], dtype=torch.float32)
-    vars(weight).update(CB=weight.data, SCB=scales, has_fp16_weights=False)
+    vars(weight).update(CB=weight.data, SCB=torch.empty(data.shape[0], dtype=torch.float32), has_fp16_weights=False)
     return weight
 
 
