@@ -21,8 +21,8 @@ from hf_memopt.estimator.accounting.ledger import _parts
 from hf_memopt.estimator.quantized_checkpoints import quantization_notes
 from hf_memopt.estimator.tracing.fake_quantization import (
     _DEQUANTIZED_BYTES,
-    _quantize_by_transformers,
     loaded_tensors,
+    quantize,
     staged_bytes,
 )
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
@@ -436,7 +436,7 @@ def test_weights_of_a_methods_own_modules_are_trained_in_bitnet_alone(subtests):
             with torch.device("meta"):
                 model = LlamaForCausalLM(_config(1, vocabulary=40000))
             frozen = model.model.norm.weight.requires_grad_(False)
-            _quantize_by_transformers(model, quantization, pre_quantized=True)
+            quantize(model, quantization, pre_quantized=True)
             weights = dict(model.named_parameters())
             assert not any(weight.is_meta for weight in weights.values()) and frozen is not model.model.norm.weight
             assert not model.model.norm.weight.requires_grad
