@@ -104,6 +104,13 @@ class Job(ModelSettings):
     real_batch: dict[str, Any] | None = None
     expandable: bool = field(default_factory=expands_segments)
 
+    # What only the job of a Trainer may have.
+    generates = False  # its steps begin with generated text
+    fuses_head = False  # TRL's kernels compute the loss from the weights of the head
+    kept_batches = 0  # evaluation batches whose logits wait on the device for compute_metrics
+    evaluated_batches = 0  # evaluation batches whose logits compute_metrics gets, in host memory
+    concatenates_logits = False  # each batch's logits are concatenated with those before them
+
     @property
     def batch(self) -> dict:
         """The tensors of one micro-batch: name -> (shape, dtype)."""
@@ -138,11 +145,6 @@ class Job(ModelSettings):
     def method(self) -> str:
         """full, lora or qlora."""
         return "qlora" if self.quantization_config is not None else "full" if self.peft_config is None else "lora"
-
-    @property
-    def generates(self) -> bool:
-        """True if its steps begin with generated text."""
-        return False
 
     @property
     def micro_batch_tokens(self) -> int | None:
@@ -209,26 +211,6 @@ class Job(ModelSettings):
     def runs_triton(self) -> bool:
         """True if the device runs Triton kernels."""
         return self.device.backend in ("cuda", "rocm", "xpu")
-
-    @property
-    def fuses_head(self) -> bool:
-        """True if TRL's kernels compute the loss from the weights of the head."""
-        return False
-
-    @property
-    def kept_batches(self) -> int:
-        """Evaluation batches whose logits wait on the device for compute_metrics."""
-        return 0
-
-    @property
-    def evaluated_batches(self) -> int:
-        """Evaluation batches whose logits compute_metrics gets, in host memory."""
-        return 0
-
-    @property
-    def concatenates_logits(self) -> bool:
-        """True if each batch's logits are concatenated with those before them."""
-        return False
 
     def elements(self, trained: bool = False) -> tuple[int, int]:
         """Weights outside the layers and within one layer, on average where they differ; only trained ones if
