@@ -50,22 +50,18 @@ def accelerator_operators(backend: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # of kernels that are overridden
-            _register(library, backend)
+            for name in (*_FP32, *_FP32_BY_DEFAULT, *(() if backend == "mps" else _FP32_WITHOUT_METAL)):
+                packet, _, overload = name.partition(".")
+                operator = getattr(getattr(_aten, packet), overload or "default")
+                library.impl(name, _in_fp32(operator, name in _FP32_BY_DEFAULT), "AutocastCPU")
+            library.impl("scaled_dot_product_attention", _attention_without_dropout, "AutogradCPU")
+            if backend != "mps":
+                library.impl("dropout", _fused_dropout, "AutogradCPU")
+            if backend in ("cuda", "rocm"):
+                library.impl("rms_norm", _fused_rms_norm, "AutogradCPU")
         yield
     finally:
         del library  # the kernels end with the only reference to it
-
-
-def _register(library: torch.library.Library, backend: str) -> None:
-    for name in (*_FP32, *_FP32_BY_DEFAULT, *(() if backend == "mps" else _FP32_WITHOUT_METAL)):
-        packet, _, overload = name.partition(".")
-        operator = getattr(getattr(_aten, packet), overload or "default")
-        library.impl(name, _in_fp32(operator, name in _FP32_BY_DEFAULT), "AutocastCPU")
-    library.impl("scaled_dot_product_attention", _attention_without_dropout, "AutogradCPU")
-    if backend != "mps":
-        library.impl("dropout", _fused_dropout, "AutogradCPU")
-    if backend in ("cuda", "rocm"):
-        library.impl("rms_norm", _fused_rms_norm, "AutogradCPU")
 
 
 _AUTOCAST = Part.ACCELERATOR.replaces(
