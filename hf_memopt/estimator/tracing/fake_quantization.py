@@ -3,13 +3,14 @@
 import copy
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memopt.estimator.private_names import Part
-from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, QuantizedModule, Scheme, StandInQuantizer
+from hf_memopt.estimator.tracing.quantized_linear import SCHEMES, QuantizedModule, Scheme
 
 _USED = Part.BITSANDBYTES.relies_on(
     "transformers.quantizers.base:HfQuantizer._process_model_before_weight_loading(self, model)",
@@ -46,8 +47,11 @@ def quantize(model, quantization, pre_quantized: bool) -> None:
     from transformers.quantizers.auto import AutoHfQuantizer
 
     method = quantization_method(quantization)
-    if method in SCHEMES or method == "compressed-tensors":  # whose packages need not be installed
-        quantizer = StandInQuantizer(quantization, pre_quantized)
+    if method in SCHEMES or method == "compressed-tensors":
+        # Their packages need not be installed: what the Trainer and peft ask of a quantizer.
+        quantizer = SimpleNamespace(
+            quantization_config=quantization, pre_quantized=pre_quantized, is_trainable=True, is_qat_trainable=False
+        )
     else:
         quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=pre_quantized)
     if method.startswith("bitsandbytes"):

@@ -74,17 +74,6 @@ class _Matmul(torch.autograd.Function):
         return torch.matmul(gradient, ctx.layer.dequantize(gradient.dtype)), None
 
 
-class StandInQuantizer:
-    """The attributes that the Trainer and peft ask of a model's `hf_quantizer`."""
-
-    is_trainable = True
-    is_qat_trainable = False
-
-    def __init__(self, quantization_config, pre_quantized: bool):
-        self.quantization_config = quantization_config
-        self.pre_quantized = pre_quantized
-
-
 def lora_modules() -> dict[type, type]:
     """Return peft's layers around stand-ins. Its LoRA layers for GPTQ and AWQ use memory alike, and this one is there
     without its package."""
