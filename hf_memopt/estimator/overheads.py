@@ -151,90 +151,88 @@ def describe_sample(job) -> str:
     return f"a sample: {video.summary(job.config)}, {video.prompt_tokens + video.answer_tokens} of text"
 
 
-def notes(job, trace: TraceResult, peaks: dict[str, Peak], otherwise: int) -> tuple[str, ...]:
+def notes(job, trace: TraceResult, peaks: dict[str, Peak], otherwise: int) -> Iterator[str]:
     """Sentences on what the numbers do and do not cover.
 
     Args:
         otherwise: bytes that the allocator reserves beyond the estimate's with the other kind of segments.
     """
-    lines = []
     if job.positions and job.seq_len > job.positions:
-        lines.append(
+        yield (
             f"{job.seq_len} tokens are more than the {job.positions} positions of the model's configuration: their "
             "memory is counted; how well the model uses them, its scaling of positions decides"
         )
     optim = job.fields.get("optim", "")
     if by_formula(optim):
-        lines.append(f"optim={optim} is counted by formula, from the source of {PACKAGES[optim]}")
+        yield f"optim={optim} is counted by formula, from the source of {PACKAGES[optim]}"
     if paged := paged_bytes(peaks):
-        lines.append(
+        yield (
             f"{gib(paged)} of paged optimizer states are CUDA managed memory, which torch does not count: they are in "
             "device bytes as far as there is room for them, and in host bytes"
         )
         if job.device.backend == "rocm":
             # bitsandbytes 0.50.2, functional.get_paged: its ROCm library has cget_managed_ptr (hipMallocManaged), too.
-            lines.append("whether paged states leave the device is not known on ROCm: it takes a kernel with XNACK")
+            yield "whether paged states leave the device is not known on ROCm: it takes a kernel with XNACK"
     if job.world_size > 1:
-        lines.append(f"predicted for one of {job.world_size} devices, {job.engine.family}")
+        yield f"predicted for one of {job.world_size} devices, {job.engine.family}"
     if job.engine.fsdp_version == 1:
-        lines.append(
+        yield (
             "FSDP1 is counted as FSDP2, which shards each weight: FSDP1 needs more where a unit holds frozen weights"
         )
     if job.engine.fsdp_version and job.fields.get("activation_checkpointing"):
-        lines.append(
+        yield (
             "the Trainer checkpoints activations: accelerate's file has to say fsdp_activation_checkpointing: false, "
             "or leave it to FSDP and activation_checkpointing out"
         )
     if job.device.backend != "cpu":
-        lines.extend(measured_memory(job.device, job.expandable))
+        yield from measured_memory(job.device, job.expandable)
     if otherwise and job.device.backend == "cuda":
         kind = "ordinary segments" if job.expandable else "PYTORCH_ALLOC_CONF=expandable_segments:True, not set here,"
-        lines.append(f"{kind} would reserve {size(abs(otherwise))} {'more' if otherwise > 0 else 'less'}")
+        yield f"{kind} would reserve {size(abs(otherwise))} {'more' if otherwise > 0 else 'less'}"
     if trace.unquantized_experts:
-        lines.append("the experts stay in 16 bits: only linear layers are quantized, and they are one tensor a layer")
-    lines.extend(quantization_notes(job))
+        yield "the experts stay in 16 bits: only linear layers are quantized, and they are one tensor a layer"
+    yield from quantization_notes(job)
     video = job.video
     if video is not None and video.sample is None and video.packed is None:
-        lines.append(describe_sample(job))
+        yield describe_sample(job)
         if not video.settings:
-            lines.append("the model's processor could not be asked: they are scaled as its family does by default")
+            yield "the model's processor could not be asked: they are scaled as its family does by default"
     elif job.task == "image-text-to-text" and video is None:
-        lines.append(
+        yield (
             "text only: images come with --set images=N --set image_size=WIDTHxHEIGHT, videos with max_frames and "
             "frame_size"
         )
     elif job.task == EMBEDDINGS:
-        lines.append(
+        yield (
             f"a sample is a pair of texts of {job.seq_len} tokens, with the other pairs of its micro-batch as "
             "negatives; `hf-memopt dry-run` counts a script's own loss, cached ones (GradCache) too"
         )
-    lines.extend(_of_attention(job))
+    yield from _of_attention(job)
     if job.fields.get("torch_compile"):
-        lines.append("traced without torch_compile, which usually needs less")
+        yield "traced without torch_compile, which usually needs less"
     if job.fields.get("use_liger_kernel"):
-        lines.append(describe_liger(job.config.model_type))
+        yield describe_liger(job.config.model_type)
     if job.fuses_head and job.runs_triton:
-        lines.append(
+        yield (
             "TRL's fused head is counted as its Triton kernels allocate, for as many labeled tokens as the longest "
             "batch has; not measured on a GPU"
         )
     device = job.device
     if device.backend == "rocm" and device.unified_memory and 2 * device.memory <= device.nominal_memory:
-        lines.append(
+        yield (
             "Linux lends this GPU half of the machine's memory; where ttm.pages_limit lends more, describe it: "
             'hardware={"backend": "rocm", "memory": "… GiB"}'
         )
     if job.fields.get("activation_offloading"):
-        lines.append(
+        yield (
             "activation_offloading: TRL's own hooks are traced; blocks that their stream of copies caches are not "
             "counted; not measured on a GPU"
         )
     if (mode := compile_mode(job.fields.get)) in CUDA_GRAPHS and job.device.backend in ("cuda", "rocm"):
-        lines.append(
+        yield (
             f"torch_compile_mode={mode} records CUDA graphs for every shape of a batch; the memory that they "
             "keep is not counted"
         )
-    return tuple(lines)
 
 
 def _of_attention(job) -> Iterator[str]:
