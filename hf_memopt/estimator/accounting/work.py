@@ -19,12 +19,19 @@ _NO_WORK = {
     _aten.lift_fresh,
     _aten.alias,
 }
-# Fused attention -> the places of its queries, of its keys (or of the longest sequence's number) and of is_causal.
+# Fused attention -> the places of its queries, of its keys (or of the longest sequence's number) and of is_causal, and
+# the FLOPs of its arguments without a causal mask.
 _ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: (0, 1, 4),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 2, 7),
-    _aten._flash_attention_forward: (0, 6, 8),
-    _aten._flash_attention_backward: (1, 9, 11),
+    _aten._scaled_dot_product_flash_attention_for_cpu: (0, 1, 4, lambda args: sdpa_flop_count(*_shapes(args[:3]))),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        *(1, 2, 7),
+        lambda args: sdpa_backward_flop_count(*_shapes(args[:4])),
+    ),
+    _aten._flash_attention_forward: (0, 6, 8, lambda args: _attended(args[0], args[6])),
+    _aten._flash_attention_backward: (  # 5 matmuls to forward's 2
+        *(1, 9, 11),
+        lambda args: _attended(args[1], args[9]) * 5 // 2,
+    ),
 }
 _MATMULS = {_aten.linear, _aten.mm, _aten.bmm, _aten._grouped_mm, _aten.addmm, _aten.baddbmm, _aten._int_mm}
 
@@ -121,7 +128,7 @@ def _measure(func, args, kwargs, out) -> tuple | None:
 def _attention(packet, args, kwargs) -> Attention | None:
     if packet not in _ATTENTION:
         return None
-    query, longest, causal = _ATTENTION[packet]
+    query, longest, causal, _ = _ATTENTION[packet]
     keys = args[longest] if isinstance(args[longest], int) else args[longest].shape[-2]
     visited = _visited(int(keys), args[causal : causal + 1], kwargs)
     masked = kwargs.get("attn_mask") is not None
@@ -147,17 +154,11 @@ def extended(low: Counter, high: Counter, steps: int) -> Counter:
 
 def _flops(func, args, kwargs, out) -> int:
     packet = func._overloadpacket
-    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
-        return _visited(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape), args[4:5], kwargs)
-    if packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        full = sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
-        return _visited(full, args[7:8], kwargs)
-    if packet is _aten._flash_attention_forward:
-        return _visited(_attended(args[0], args[6]), args[8:9], kwargs)
-    if packet is _aten._flash_attention_backward:  # 5 matmuls to forward's 2
-        return _visited(_attended(args[1], args[9]) * 5 // 2, args[11:12], kwargs)
+    if packet in _ATTENTION:
+        *_, causal, count = _ATTENTION[packet]
+        return _visited(count(args), args[causal : causal + 1], kwargs)
     if packet is _aten._scaled_dot_product_attention_math:
-        return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+        return sdpa_flop_count(*_shapes(args[:3]))
     if packet is _aten.linear:  # stays whole where no gradient is recorded, as in bitsandbytes' 4-bit matmul
         return 2 * args[0].numel() * args[1].shape[0]
     # _int_mm counts at the rate of 16 bits: bitsandbytes' quantization takes what 8 bits save. In _grouped_mm every
@@ -166,6 +167,10 @@ def _flops(func, args, kwargs, out) -> int:
         return 2 * args[0].numel() * args[1].shape[-1]
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
+
+
+def _shapes(tensors) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors]
 
 
 def _attended(query: torch.Tensor, keys: int) -> int:
