@@ -51,16 +51,15 @@ def seen_by_script(device: Hardware, count: int = 1) -> Iterator[None]:
             for name, answer in answers.items():
                 if hasattr(owner, name):
                     stack.enter_context(mock.patch.object(owner, name, answer))
-        stack.enter_context(mock.patch.object(detection, "detect", lambda: device))
-        stack.enter_context(
-            mock.patch.object(allocator, "_build_has_cuda_allocator", lambda: device.backend == "cuda")
-        )
-        # DeepSpeed looks for its accelerator once, when it is imported, and the trace needs the CPU's.
-        stack.enter_context(mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}))
-        stack.enter_context(_asked_anew())
-        if device.backend != "cpu":
-            stack.enter_context(_OnCpu())
-        yield
+        with (
+            mock.patch.object(detection, "detect", lambda: device),
+            mock.patch.object(allocator, "_build_has_cuda_allocator", lambda: device.backend == "cuda"),
+            # DeepSpeed looks for its accelerator once, when it is imported, and the trace needs the CPU's.
+            mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}),
+            _asked_anew(),
+            contextlib.nullcontext() if device.backend == "cpu" else _OnCpu(),
+        ):
+            yield
 
 
 @contextlib.contextmanager

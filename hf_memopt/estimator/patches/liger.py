@@ -128,15 +128,14 @@ def counted_liger(capability: float = 0.0) -> Iterator[None]:
     Args:
         capability: compute capability of the device; 0.0 for others than NVIDIA's.
     """
-    with ExitStack() as stack:
 
-        def apply(model, kernel_config) -> None:
-            inner = inner_model(model)
-            kernels = _MODELED.get(inner.config.model_type)
-            if kernels is not None:
-                _apply(inner, kernels, kernel_config or {}, capability, stack)
+    def apply(model, kernel_config) -> None:
+        inner = inner_model(model)
+        kernels = _MODELED.get(inner.config.model_type)
+        if kernels is not None:
+            _apply(inner, kernels, kernel_config or {}, capability, stack)
 
-        stack.enter_context(_LIGER.replaced(apply_liger_kernel=apply))
+    with _LIGER.replaced(apply_liger_kernel=apply), ExitStack() as stack:
         yield
 
 

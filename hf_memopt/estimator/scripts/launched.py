@@ -139,9 +139,10 @@ def _by_accelerate(words: Sequence[str], devices: int | None) -> Launched:
 @contextlib.contextmanager
 def as_launched(launched: Launched) -> Iterator[None]:
     """Be rank 0 of the processes: libraries find their variables, and a process group whose collectives do nothing."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, launched.variables))
-        if launched.processes > 1:
-            stack.enter_context(process_group(launched.processes, rank=0))
-            stack.enter_context(fake_accelerator())
+    several = launched.processes > 1
+    with (
+        mock.patch.dict(os.environ, launched.variables),
+        process_group(launched.processes, rank=0) if several else contextlib.nullcontext(),
+        fake_accelerator() if several else contextlib.nullcontext(),
+    ):
         yield

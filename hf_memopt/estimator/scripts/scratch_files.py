@@ -46,9 +46,11 @@ def scratch_files(*real_folders: str) -> Iterator["Scratch"]:
             for owner, name, function in _functions(scratch):
                 if hasattr(owner, name):
                     stack.enter_context(mock.patch.object(owner, name, function))
-            stack.enter_context(mock.patch.object(tempfile, "tempdir", os.path.join(folder, "tmp")))
-            stack.enter_context(mock.patch.object(sys, "dont_write_bytecode", True))
-            yield scratch
+            with (
+                mock.patch.object(tempfile, "tempdir", os.path.join(folder, "tmp")),
+                mock.patch.object(sys, "dont_write_bytecode", True),
+            ):
+                yield scratch
 
 
 class Scratch:

@@ -48,9 +48,8 @@ def nothing_written(*real_folders: str) -> Iterator[None]:
     with scratch_files(*real_folders) as scratch, contextlib.ExitStack() as stack:
         for owner, name, replacement in (*_writers(scratch), *_senders(), *_pools()):
             stack.enter_context(mock.patch.object(owner, name, replacement))
-        stack.enter_context(_transformers(scratch))
-        stack.enter_context(mock.patch.dict(os.environ, _TRACKERS))
-        yield
+        with _transformers(scratch), mock.patch.dict(os.environ, _TRACKERS):
+            yield
 
 
 _SAVED = Part.DRY_RUN.replaces(

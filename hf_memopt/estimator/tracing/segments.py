@@ -150,10 +150,9 @@ def make_phase_callback(ledger: Ledger, trainer):
             ledger.enter("backward: before the first step")
             for group in optimizer.param_groups:
                 for weight in group["params"]:
-                    if not weight.requires_grad:  # an optimizer of the user's own may hold frozen weights, too
-                        continue
-                    weight.grad = torch.empty_like(weight)
-                    ledger.tag(weight.grad, ledger.find_layer(weight))
+                    if weight.requires_grad:  # an optimizer of the user's own may hold frozen weights, too
+                        weight.grad = torch.empty_like(weight)
+                        ledger.tag(weight.grad, ledger.find_layer(weight))
             self.on_pre_optimizer_step()
             if hasattr(optimizer.optimizer, "train"):  # schedule-free optimizers step in train mode only
                 optimizer.optimizer.train()

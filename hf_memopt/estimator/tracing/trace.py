@@ -280,17 +280,15 @@ def _random_states(job: TracedJob, ledger: Ledger) -> contextlib.AbstractContext
 @contextlib.contextmanager
 def _kernels(job: TracedJob):
     """Replace kernels that the device runs otherwise, or that the job asks for by name."""
-    with contextlib.ExitStack() as stack:
-        if job.backend in ("cuda", "rocm"):
-            stack.enter_context(counted_math_attention(job.capability))
-        if any(map(flash_attention, job.attention)):
-            stack.enter_context(counted_flash_attention(job.capability, job.padded, job.attention))
-        if job.trainer is not None and generates(job.trainer.original):
-            stack.enter_context(own_objects_only(job.trainer.original))
-        if job.fields.get("use_liger_kernel"):
-            stack.enter_context(counted_liger(job.capability))
-        if job.flex and job.trainer is not None and trl_trainer(job.trainer.original):  # CUDA and ROCm have Triton
-            stack.enter_context(counted_fused_head())
+    nothing, own = contextlib.nullcontext(), job.trainer and job.trainer.original
+    flash = any(map(flash_attention, job.attention))
+    with (
+        counted_math_attention(job.capability) if job.backend in ("cuda", "rocm") else nothing,
+        counted_flash_attention(job.capability, job.padded, job.attention) if flash else nothing,
+        own_objects_only(own) if generates(own) else nothing,
+        counted_liger(job.capability) if job.fields.get("use_liger_kernel") else nothing,
+        counted_fused_head() if job.flex and trl_trainer(own) else nothing,  # CUDA and ROCm have Triton
+    ):
         yield
 
 
