@@ -107,8 +107,8 @@ def check_shared(job) -> None:
     what = f"sequence_parallel={job.shared}"
     if job.world_size % job.shared:
         raise InputError(f"{what} does not divide the {job.world_size} processes")
-    own = job.task not in TASKS  # a Trainer's, whose batches show what they hold
-    if (job.task != "causal-lm" and not own) or job.video is not None or job.padded or job.packed:
+    others = TASKS.keys() - {"causal-lm"}  # not a Trainer's own, whose batches show what they hold
+    if job.task in others or job.video is not None or job.padded or job.packed:
         raise InputError(f"{what} is predicted for whole rows of text alone, without padding: leave it out")
     if job.shares_heads:
         if reason := ulysses_refusal(job.config, job.shared, job.seq_len, next(iter(job.attention), None)):

@@ -1,7 +1,8 @@
 """Sizes in a config.json that no model has are refused before transformers allocates lists and tensors of them."""
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hf_memopt.errors import InputError, brief
@@ -48,8 +49,9 @@ def check_sizes(content: Mapping[str, Any], where: str) -> None:
     used = {name: value for name, value in content.items() if _USED_EXPERTS.fullmatch(str(name)) and value}
     for name, value in {**number, **used}.items():
         _check_number(name, value, _MAX_SIZE, where)
-    for name, value in used.items() if number else ():
-        if isinstance(value, int) and value > (experts := max(_numbers(number.values()))):
+    experts = max((max(value) if isinstance(value, list) else value for value in number.values()), default=math.inf)
+    for name, value in used.items():
+        if isinstance(value, int) and value > experts:
             raise InputError(f"{where}: {name}={value} is more than the {experts} experts of a layer: set it to less")
 
 
@@ -61,8 +63,3 @@ def _check_number(name: str, value: Any, greatest: int, where: str) -> None:
     smallest = 0 if name in _MAY_BE_ZERO else 1
     if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value <= greatest:
         raise InputError(f"{where}: {name}={brief(value)} must be a whole number from {smallest} to {greatest}")
-
-
-def _numbers(values: Iterable[Any]) -> Iterator[int]:
-    for value in values:
-        yield from value if isinstance(value, list) else [value]

@@ -19,10 +19,6 @@ def _pair(length: int) -> dict[str, Any]:
     return {"prompt": WORD + " ", "chosen": _text(length - 1), "rejected": _text(max(2, length - 2))}
 
 
-def _answer(length: int) -> dict[str, Any]:
-    return {"prompt": WORD + " ", "completion": _text(length - 1)}
-
-
 def _prompt(length: int) -> dict[str, Any]:
     return {"prompt": " ".join([WORD] * length)}
 
@@ -64,7 +60,12 @@ class TrlTask:
 TRL_TASKS = {
     "sft": TrlTask("SFTTrainer", "SFTConfig", lambda length: {"text": _text(length)}),
     "dpo": TrlTask("DPOTrainer", "DPOConfig", _pair, reference=True),
-    "kto": TrlTask("KTOTrainer", "KTOConfig", _answer, reference=True),
+    "kto": TrlTask(
+        "KTOTrainer",
+        "KTOConfig",
+        lambda length: {"prompt": WORD + " ", "completion": _text(length - 1)},
+        reference=True,
+    ),
     "reward": TrlTask("RewardTrainer", "RewardConfig", _pair, model="sequence-classification"),
     "grpo": TrlTask("GRPOTrainer", "GRPOConfig", _prompt, generates=True),
     "rloo": TrlTask("RLOOTrainer", "RLOOConfig", _prompt, generates=True),

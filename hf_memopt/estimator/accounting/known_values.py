@@ -127,15 +127,12 @@ def run(func, args, kwargs, call):
     if func._schema.is_mutable:
         forget(args[0])
     if func is _aten.rand.default and out.numel() == 1:
-        return _with_values(out, _highest(out))
+        # With the highest random number nothing is left out, no layer by layerdrop and no adapter of LoHa or LoKr by
+        # module_dropout (`torch.rand(1) > module_dropout`): such a step needs most.
+        with unset_fake_temporarily():
+            value = torch.ones(out.shape, dtype=out.dtype)
+        return set_value(out, value)
     return out
-
-
-def _highest(out: torch.Tensor) -> torch.Tensor:
-    """A random number with which nothing is left out, no layer by layerdrop and no adapter of LoHa or LoKr by
-    module_dropout (`torch.rand(1) > module_dropout`): such a step needs most."""
-    with unset_fake_temporarily():
-        return torch.ones(out.shape, dtype=out.dtype)
 
 
 def _compute(func, args, kwargs):

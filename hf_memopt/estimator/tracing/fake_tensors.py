@@ -214,11 +214,13 @@ def _bitsandbytes(paging: Callable | None) -> Iterator[None]:
         return buffer(optimizer, weight, dtype, (2,))
 
     from bitsandbytes.functional import name2qmap
+    from bitsandbytes.optim import GlobalOptimManager
 
+    manager = GlobalOptimManager.get_instance()
     with (
         # A process-wide singleton: the Trainer registers its embeddings there for 32-bit states, and bitsandbytes
         # keeps them by position, so that an earlier trace's embeddings would decide over the next job's weights.
-        _own_overrides(),
+        mock.patch.dict(vars(manager)),
         # Quantization creates the 8-bit code table once per process and keeps it on the device for good. Every trace
         # creates its own, so that the first trace of a process allocates what all others do.
         mock.patch.dict(name2qmap, clear=True),
@@ -227,15 +229,6 @@ def _bitsandbytes(paging: Callable | None) -> Iterator[None]:
         _DOUBLE.replaced(_get_state_double_buffer=double_buffer),
         _MATMUL.replaced(matmul=matmul_on_cuda) if paging else nullcontext(),
     ):
-        yield
-
-
-@contextmanager
-def _own_overrides() -> Iterator[None]:
-    from bitsandbytes.optim import GlobalOptimManager
-
-    manager = GlobalOptimManager.get_instance()
-    with mock.patch.dict(vars(manager)):
         manager.initialize()
         yield
 

@@ -184,21 +184,23 @@ def resolve_dtype(config, dtype: str = "auto") -> str:
     return str(named).removeprefix("torch.")
 
 
+def _on_meta(config, task: str):
+    with torch.device("meta"), outside_zero3():
+        return make_model(ModelSettings(config=config, task=task))
+
+
 def supports_checkpointing(config, task: str) -> bool:
     """True if the model's class has activation checkpointing: XLNet's has not, and the Trainer refuses it there."""
 
     def build() -> bool:
-        with torch.device("meta"), outside_zero3():
-            model = make_model(ModelSettings(config=config, task=task))
-        return bool(getattr(model, "supports_gradient_checkpointing", True))
+        return bool(getattr(_on_meta(config, task), "supports_gradient_checkpointing", True))
 
     return _remembered("checkpointing", config, build, task)
 
 
 def has_table(config, task: str, positions: int) -> bool:
     """True if the model looks positions up in a table of that many rows, or of two more as OPT's and RoBERTa's."""
-    with torch.device("meta"), outside_zero3():
-        model = make_model(ModelSettings(config=config, task=task))
+    model = _on_meta(config, task)
     tensors = itertools.chain(model.parameters(), model.buffers())
     return any(tensor.dim() == 2 and positions <= tensor.shape[0] <= positions + 2 for tensor in tensors)
 
