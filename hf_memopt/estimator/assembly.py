@@ -9,7 +9,7 @@ from hf_memopt.estimator.colocation import add_engine, notes_on_engine
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.physical import check_depth, check_physics
 from hf_memopt.estimator.result import Estimate
-from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
+from hf_memopt.estimator.tracing.extrapolate import count_layers
 from hf_memopt.stack.vocabulary import written
 
 _PHASES = ("load", WEIGHT_SYNC, *ROLLOUT_PHASES, "forward", "backward", "optimizer", "eval", "between", "save")
@@ -26,8 +26,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     Raises:
         ImpossibleEstimate: what comes out contradicts itself, or the model.
     """
-    moments = [trace.moments for trace in traces]
-    peaks = extrapolate_peaks(job.config, depths, moments, not job.engine.flat_buffers, job.unlike_layers)
+    peaks = job.peaks(depths, traces)
     extended = max(peak.total for peak in peaks.values())
     _limit_optimizer_group(peaks, traces[-1], job, depths[-1])
     overheads.add_prefetched(peaks, job)

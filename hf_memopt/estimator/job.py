@@ -2,12 +2,14 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_memopt.engines import NO_ENGINE, Engine
 from hf_memopt.engines.mesh import Mesh
 from hf_memopt.errors import InputError
+from hf_memopt.estimator.accounting.ledger import Peak, TraceResult
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job_checks import (
     check_combination,
@@ -21,7 +23,7 @@ from hf_memopt.estimator.patches.flex_attention import runs_flex
 from hf_memopt.estimator.patches.liger import check_liger
 from hf_memopt.estimator.patches.trl_offloading import FORWARD_STASH, check_offloading
 from hf_memopt.estimator.quantized_checkpoints import check_quantized_training, resolve_quantization
-from hf_memopt.estimator.tracing.extrapolate import count_layers, shallow_depths, with_depth
+from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks, shallow_depths, with_depth
 from hf_memopt.estimator.tracing.fake_quantization import quantization_method
 from hf_memopt.estimator.tracing.model import (
     ModelSettings,
@@ -227,6 +229,11 @@ class Job(ModelSettings):
         grown = counts[-1] - (counts[0] if low else 0)
         layer = max(1, grown // (high - low))
         return counts[-1] + grown * (layers - high) // (high - low) - layer * layers, layer
+
+    def peaks(self, depths: Sequence[int], traces: Sequence[TraceResult]) -> dict[str, Peak]:
+        """Peaks per segment at the model's own depth, from traces of this job or of one with the same layers."""
+        moments = [trace.moments for trace in traces]
+        return extrapolate_peaks(self.config, depths, moments, not self.engine.flat_buffers, self.unlike_layers)
 
     def trained_sizes(self) -> list[int]:
         """The number of elements of each trained weight, in the model's order."""

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from hf_memopt.estimator.private_names import Part
 
@@ -120,7 +120,8 @@ def run(func, args, kwargs, call):
         out = call(*args, **kwargs)
     except (DynamicOutputShapeException, DataDependentOutputException):
         values = _compute(func, args, kwargs)
-        return _with_values(tree_map(_empty_like, values), values)
+        empty = tree_map_only(torch.Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype), values)
+        return _with_values(empty, values)
     fakes = (leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor))
     if all(map(is_worth_knowing, fakes)) and not (_RANDOM in func.tags and _is_fraction(out)):
         return _with_values(out, _compute(func, args, kwargs))
@@ -162,10 +163,6 @@ def _has_value(tensor: torch.Tensor) -> bool:
 
 def _real(leaf):
     return known_value(leaf) if isinstance(leaf, FakeTensor) else leaf
-
-
-def _empty_like(value):
-    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _is_mask(index) -> bool:

@@ -42,16 +42,14 @@ def fewer_windows(attn_implementation: str | None) -> Iterator[None]:
 
 def _grouped(function):
     def compute_groups(*args, **kwargs):
-        return tuple(_merge(result) if _are_bounds(result) else result for result in function(*args, **kwargs))
+        return tuple(map(_merge, function(*args, **kwargs)))
 
     return compute_groups
 
 
-def _are_bounds(result) -> bool:
-    """True if a result is cumulative sequence lengths (cu_seqlens, int32), of more windows than are traced."""
-    return isinstance(result, torch.Tensor) and result.dtype is torch.int32 and len(result) > _MOST + 1
-
-
-def _merge(bounds: torch.Tensor) -> torch.Tensor:
-    step = -(-(len(bounds) - 1) // _MOST)
-    return torch.cat([bounds[:-1:step], bounds[-1:]])
+def _merge(result):
+    """Merge cumulative sequence lengths (cu_seqlens, int32) of more windows than are traced; leave all else."""
+    if not isinstance(result, torch.Tensor) or result.dtype is not torch.int32 or len(result) <= _MOST + 1:
+        return result
+    step = -(-(len(result) - 1) // _MOST)
+    return torch.cat([result[:-1:step], result[-1:]])

@@ -15,7 +15,7 @@ from hf_memopt.estimator.timing.own_runs import OwnRuns, own_runs, speed_setup
 from hf_memopt.estimator.timing.speed import has_rates, kernel_seconds, peak_rate
 from hf_memopt.estimator.timing.speed_errors import DENSE, describe_error, find_error, job_kind
 from hf_memopt.estimator.timing.step_time import Step, StepTime, host_link
-from hf_memopt.estimator.tracing.extrapolate import count_layers, extrapolate_peaks
+from hf_memopt.estimator.tracing.extrapolate import count_layers
 from hf_memopt.estimator.tracing.traced_arguments import traced_micro_batches
 from hf_memopt.estimator.training_fields import settle_engine
 from hf_memopt.hardware import Hardware
@@ -106,8 +106,7 @@ def throughput(
     taken = kernel_seconds(kernels, job.device, main_attention(job))
     needed = computed_once(kernels)
     once = kernel_seconds(needed, job.device, main_attention(job))
-    moments = [trace.moments for trace in traces]
-    peaks = extrapolate_peaks(job.config, depths, moments, not job.engine.flat_buffers, job.unlike_layers)
+    peaks = job.peaks(depths, traces)
     micro_seconds = taken.micro / shares
     accumulation = job.fields["gradient_accumulation_steps"]
     step = Step(

@@ -110,26 +110,22 @@ def _within_layers(model, name: str, quantization) -> bool:
     )
 
 
-def _groups(inputs: int, quantization) -> int:
-    return 1 if quantization.group_size == -1 else -(-inputs // quantization.group_size)
-
-
-def _gptq(inputs: int, outputs: int, quantization) -> dict:
-    groups, words = _groups(inputs, quantization), -(-outputs * quantization.bits // 32)
-    return {
-        "qweight": ((-(-inputs * quantization.bits // 32), outputs), torch.int32),
-        "qzeros": ((groups, words), torch.int32),
-        "scales": ((groups, outputs), _HALF),
-        "g_idx": ((inputs,), torch.int32),
-    }
-
-
 def _awq(inputs: int, outputs: int, quantization) -> dict:
-    groups, words = _groups(inputs, quantization), -(-outputs * quantization.bits // 32)
+    groups = 1 if quantization.group_size == -1 else -(-inputs // quantization.group_size)
+    words = -(-outputs * quantization.bits // 32)
     return {
         "qweight": ((inputs, words), torch.int32),
         "qzeros": ((groups, words), torch.int32),
         "scales": ((groups, outputs), _HALF),
+    }
+
+
+def _gptq(inputs: int, outputs: int, quantization) -> dict:
+    """As AWQ's, but weights are packed along the inputs, whose groups are listed."""
+    return {
+        **_awq(inputs, outputs, quantization),
+        "qweight": ((-(-inputs * quantization.bits // 32), outputs), torch.int32),
+        "g_idx": ((inputs,), torch.int32),
     }
 
 

@@ -21,6 +21,7 @@ from hf_memopt.estimator.accounting.known_values import set_value
 from hf_memopt.estimator.accounting.ledger import GENERATION, LOG_PROBS, REWARDS, Ledger
 from hf_memopt.estimator.private_names import Part
 from hf_memopt.estimator.trl_tasks import unscored
+from hf_memopt.levers.language_model import inner_model
 from hf_memopt.stack.vocabulary import CACHE
 
 
@@ -176,9 +177,8 @@ def _first_and_last(trainer, ledger: Ledger, input_ids, attention_mask, generati
 def _one_token(model, config, input_ids, attention_mask, **inputs):
     """Generate one token; the cache."""
     caches = []
-    decoder = model.get_base_model() if hasattr(model, "get_base_model") else model
     try:
-        with decoder.register_forward_hook(lambda *args: caches.append(args[-1][CACHE])):
+        with inner_model(model).register_forward_hook(lambda *args: caches.append(args[-1][CACHE])):
             type(model).generate(
                 model,
                 input_ids=input_ids,
