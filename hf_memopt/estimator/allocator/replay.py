@@ -1,5 +1,6 @@
 """Reserved memory: a job's allocations replayed through a model of the device's allocator."""
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -81,7 +82,9 @@ def stretch(trace: TraceResult, period: int, added: int) -> Iterator[tuple[tuple
     """
     naming = _Naming(trace, period, added)
     layer_before: int | None = None
-    for run in _runs(trace.events, naming.blocks):
+    # Consecutive events in one block of layers, in one other layer, or outside the layers.
+    runs = itertools.groupby(trace.events, lambda event: naming.block_with(event.layer) or event.layer)
+    for run in (list(events) for _, events in runs):
         layer = run[0].layer
         block = naming.block_with(layer)
         rising = layer_before is None or block is None or layer_before < block[0]
@@ -173,19 +176,3 @@ def _find_blocks(trace: TraceResult, period: int) -> dict[int, range]:
     layers = {event.layer for event in trace.events if event.layer is not None}
     deepest = {_stack(layer): layer for layer in sorted(layers)}
     return {stack: range(last - period, last) for stack, last in deepest.items() if last % STACK > period}
-
-
-def _runs(events: list[Event], blocks: dict[int, range]) -> Iterator[list[Event]]:
-    """Consecutive events in one block of layers, in one other layer, or outside the layers."""
-    run: list[Event] = []
-    last: object = None
-    for event in events:
-        block = blocks.get(_stack(event.layer))
-        place = block if block is not None and event.layer in block else event.layer
-        if run and place != last:
-            yield run
-            run = []
-        last = place
-        run.append(event)
-    if run:
-        yield run

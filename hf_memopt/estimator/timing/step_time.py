@@ -142,9 +142,8 @@ class StepTime:
         likewise). The first micro-batch of a step has nothing to add to, and the last copy is the optimizer's. FSDP2's
         go to the host in fp32 and are added there (torch 2.13, _fsdp_collectives.foreach_reduce).
         """
-        if step.engine.fsdp_version:
-            return 4 * self.trained / self.world_size / self._host_link
-        return (step.accumulation - 1) / step.accumulation * 4 * self.trained / self.world_size / self._host_link
+        share = 1 if step.engine.fsdp_version else (step.accumulation - 1) / step.accumulation
+        return share * 4 * self.trained / self.world_size / self._host_link
 
     def _optimizer(self, step: Step) -> float:
         ranks, engine = self.world_size, step.engine

@@ -150,11 +150,8 @@ def _placed(
             its backward pass ends in the second forward pass of the layer below, which is of another kind.
     """
     for (segment, run, layer), peak in moments.items():
-        if not by_layer:
-            yield (segment,), peak
-            continue
-        if layer is None:
-            yield (segment, run), peak
+        if not by_layer or layer is None:
+            yield ((segment, run) if by_layer else (segment,)), peak
             continue
         stack, number = divmod(layer, STACK)
         from_last = depth - 1 - number
@@ -167,10 +164,9 @@ def _placed(
 def _extrapolate(low: Peak, high: Peak, steps: int) -> Peak:
     """The point `steps` times the distance from `low` to `high` beyond `low`."""
     by_kind = {
-        kind: low.by_kind.get(kind, 0) + (high.by_kind.get(kind, 0) - low.by_kind.get(kind, 0)) * steps
+        kind: max(0, low.by_kind.get(kind, 0) + (high.by_kind.get(kind, 0) - low.by_kind.get(kind, 0)) * steps)
         for kind in low.by_kind.keys() | high.by_kind.keys()
     }
-    by_kind = {kind: max(0, size) for kind, size in by_kind.items()}
     host, paged = (
         max(0, before + (after - before) * steps) for before, after in ((low.host, high.host), (low.paged, high.paged))
     )

@@ -79,7 +79,7 @@ def follow_rollouts(trainer, ledger: Ledger, accumulation: int) -> None:
     Args:
         accumulation: gradient_accumulation_steps of the real job, of which fewer are traced.
     """
-    in_phase = functools.partial(_in_phase, trainer, ledger)
+    in_phase = functools.partial(_in_phase, ledger)
     trainer.reward_funcs = [_reward(function) for function in trainer.reward_funcs]
     trainer.log_completions = False
 
@@ -107,7 +107,7 @@ def _high_entropy_mask(trainer, entropies, mask, threshold: float):
     return (entropies * mask.float() >= ordered[int(threshold * (len(ordered) - 1))]) & mask.bool()
 
 
-def _in_phase(trainer, ledger: Ledger, phase: str, function):
+def _in_phase(ledger: Ledger, phase: str, function):
     @functools.wraps(function)
     def run(*args, **kwargs):
         before, work = ledger.phase, ledger.work
@@ -125,7 +125,7 @@ def _in_phase(trainer, ledger: Ledger, phase: str, function):
 def _announced(trainer, ledger: Ledger):
     """Log-probabilities with gradients are the step's forward pass, which announces itself."""
     compute = trainer._get_per_token_logps_and_entropies
-    without_gradients = _in_phase(trainer, ledger, LOG_PROBS, compute)
+    without_gradients = _in_phase(ledger, LOG_PROBS, compute)
 
     @functools.wraps(compute)
     def run(*args, **kwargs):
