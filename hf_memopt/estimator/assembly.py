@@ -1,5 +1,6 @@
 """Assemble an Estimate from a job's traces: extrapolation, the allocator's replay, and what no CPU trace sees."""
 
+import copy
 from collections.abc import Sequence
 
 from hf_memopt.estimator import overheads
@@ -34,7 +35,7 @@ def assemble(job: Job, depths: Sequence[int], traces: Sequence[TraceResult]) -> 
     overheads.add_kept_logits(peaks, logits * max(0, job.kept_batches - _TRACED_EVALUATIONS))
     if job.concatenates_logits and job.kept_batches > 1:
         overheads.add_concatenation(peaks, logits * job.kept_batches)
-    overheads.add_save(peaks)
+    peaks["save"] = copy.deepcopy(peaks["between"])  # saving needs no more on the device than is there between steps
     overheads.add_workspace(peaks, job.device)
     add_engine(peaks, job)
     segment, peak = max(peaks.items(), key=lambda item: item[1].total)

@@ -14,11 +14,6 @@ from hf_memopt.levers.language_model import predicts_next_token
 from hf_memopt.levers.refusals import WHOLE_SAMPLES
 
 
-def longest_sample(config, seq_len: int) -> int:
-    """A number of tokens, or the model's positions where those are fewer."""
-    return min(seq_len, count_positions(config) or seq_len)
-
-
 def count_positions(config) -> int | None:
     """Count the tokens that a model takes; of speech models, those of text. None: any number."""
     text = config.get_text_config()

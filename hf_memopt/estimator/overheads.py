@@ -107,12 +107,6 @@ def _evaluated(job, logits: int) -> int:
     return logits * job.evaluated_batches * (2 if in_steps and job.concatenates_logits else 1)
 
 
-def add_save(peaks: dict[str, Peak]) -> None:
-    """Saving needs no more on the device than what is there between two steps."""
-    steady = peaks["between"]
-    peaks["save"] = Peak(steady.total, dict(steady.by_kind), steady.host, steady.paged)
-
-
 def add_workspace(peaks: dict[str, Peak], device: Hardware) -> None:
     """cuBLAS keeps a workspace for each handle and stream from its first matmul on, in the caching allocator's memory.
     All engines compute on one stream; the others copy and communicate."""

@@ -11,7 +11,7 @@ from hf_memopt.engines.fsdp import fsdp_settings
 from hf_memopt.errors import InputError, brief
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import Job
-from hf_memopt.estimator.job_checks import longest_sample
+from hf_memopt.estimator.job_checks import count_positions
 from hf_memopt.estimator.quantized_checkpoints import dequantized, holds_fp8
 from hf_memopt.estimator.smaller import find_experts, with_sizes
 from hf_memopt.estimator.tracing.fake_quantization import is_quantized
@@ -84,7 +84,7 @@ def sample_length(spec: JobSpec, usual: int) -> int:
     if row and row.generates:
         completion = spec.training.get("max_completion_length", row.config_class.max_completion_length)
         usual = max(usual, _PROMPT + completion) if isinstance(completion, int) else usual
-    return longest_sample(spec.config, usual)
+    return min(usual, count_positions(spec.config) or usual)
 
 
 def spec_job(spec: JobSpec) -> Job:

@@ -14,7 +14,7 @@ from hf_memopt.estimator.private_names import Part, check
 from hf_memopt.estimator.tracing.fake_quantization import is_quantized, quantize, traceable_dtype
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 from hf_memopt.estimator.tracing.pair_loss import with_pair_loss
-from hf_memopt.estimator.tracing.quantized_linear import lora_modules, named_stand_ins
+from hf_memopt.estimator.tracing.quantized_linear import QuantizedModule, named_stand_ins
 from hf_memopt.estimator.tracing.tasks import EMBEDDINGS, TASKS, with_token_ids
 from hf_memopt.levers.adapters import add_adapters, by_names
 from hf_memopt.levers.apply import apply_levers
@@ -109,7 +109,10 @@ def adapters_for(settings: ModelSettings, model):
             # peft 0.21 leaves out the head that it trains in full of SEQ_CLS alone, and raises for the others.
             adapters.exclude_modules = {"TOKEN_CLS": ["classifier", "score"], "QUESTION_ANS": ["qa_outputs"]}.get(kind)
     if settings.quantization_config is not None and isinstance(adapters, LoraConfig):
-        adapters._register_custom_module(lora_modules())
+        from peft.tuners.lora.awq import AwqLoraLinear
+
+        # peft's LoRA layers for GPTQ and AWQ use memory alike, and this one is there without its package.
+        adapters._register_custom_module({QuantizedModule: AwqLoraLinear})
         if adapters.target_modules == "all-linear" and (names := named_stand_ins(model)):
             adapters.target_modules = names  # peft finds none: they are no nn.Linear
     return by_names(adapters, model)

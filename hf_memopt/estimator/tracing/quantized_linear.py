@@ -74,14 +74,6 @@ class _Matmul(torch.autograd.Function):
         return torch.matmul(gradient, ctx.layer.dequantize(gradient.dtype)), None
 
 
-def lora_modules() -> dict[type, type]:
-    """Return peft's layers around stand-ins. Its LoRA layers for GPTQ and AWQ use memory alike, and this one is there
-    without its package."""
-    from peft.tuners.lora.awq import AwqLoraLinear
-
-    return {QuantizedModule: AwqLoraLinear}
-
-
 def named_stand_ins(model: torch.nn.Module) -> set[str]:
     """The names of a model's layers that are no nn.Linear."""
     return {name for name, module in model.named_modules() if isinstance(module, QuantizedModule)}

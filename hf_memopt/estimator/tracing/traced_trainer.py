@@ -1,7 +1,6 @@
 """The Trainer that is traced: transformers' own, or a copy of the user's with its class and settings."""
 
 import functools
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -53,7 +52,9 @@ def make_trainer(job, model, args, ledger: Ledger):
 def make_collator(job):
     """A collator that returns the TracedJob's micro-batch, whatever the rows."""
     if job.inputs is not None:
-        return lambda rows: fake_batch(job.inputs)
+        from accelerate.utils import recursively_apply
+
+        return lambda rows: recursively_apply(_fake, job.inputs)
 
     def collate(rows):
         batch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in job.batch.items()}
@@ -66,14 +67,8 @@ def make_collator(job):
     return collate
 
 
-def fake_batch(batch: Any):
-    """A batch on fake tensors that know their values; to be made under the fake tensor mode."""
-    from accelerate.utils import recursively_apply
-
-    return recursively_apply(_fake, batch)
-
-
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor that knows its value; to be made under the fake tensor mode."""
     fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
     if not is_worth_knowing(tensor):
         return fake
