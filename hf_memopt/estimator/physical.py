@@ -91,8 +91,9 @@ def _bounds(breakdown: dict[str, int], peaks: dict[str, Peak], job: Job) -> Iter
     loaded = peaks["load"].by_kind.get("parameters", 0)
     sizes = job.trained_sizes()
     spare = _BLOCKS * len(sizes)
-    streamed = getattr(job.memory_args, "weight_streaming", False)  # fetched after they were loaded
-    if job.engine.plain and not streamed:  # whose gradients have the weights' types
+    # No engine converts or shards the weights, and none is fetched after loading; gradients have their types.
+    whole = job.engine.plain and not getattr(job.memory_args, "weight_streaming", False)
+    if whole:
         yield from _beyond(breakdown, "parameters", loaded, spare, "what is loaded")
         yield from _beyond(breakdown, "gradients", loaded, spare, "what is loaded")
     if isinstance(job, TrainerJob) and not isinstance(job, TrlJob):
@@ -107,21 +108,12 @@ def _bounds(breakdown: dict[str, int], peaks: dict[str, Peak], job: Job) -> Iter
     yield from _beyond(breakdown, "gradients", (1 + has_master) * width * trained, spare, weights)
     bound = (states + has_master) * width * trained
     yield from _beyond(breakdown, "optimizer_states", bound, spare, f"{optim} and {weights}")
-    if not isinstance(job, TrlJob) and (fewest := _fewest_loaded(job)) > loaded * (1 + _SPARE):
-        yield f"{size(loaded)} of weights are loaded, and the configuration has {size(fewest)}"
+    if whole and job.quantization_config is None and not isinstance(job, TrlJob):
+        fewest = count_weights(job.config, job.task, job.dtype) * getattr(torch, job.dtype).itemsize
+        if fewest > loaded * (1 + _SPARE):
+            yield f"{size(loaded)} of weights are loaded, and the configuration has {size(fewest)}"
 
 
 def _beyond(breakdown: dict[str, int], kind: str, bound: int, spare: int, reason: str) -> Iterator[str]:
     if breakdown[kind] > bound * (1 + _SPARE) + spare:
         yield f"{kind.replace('_', ' ')} are {size(breakdown[kind])} at the peak, and {reason} allow {size(bound)}"
-
-
-def _fewest_loaded(job: Job) -> int:
-    """Bytes of the configuration's weights that are on one device at least: all that no engine converts or shards."""
-    if (
-        not job.engine.plain
-        or getattr(job.memory_args, "weight_streaming", False)
-        or job.quantization_config is not None
-    ):
-        return 0
-    return count_weights(job.config, job.task, job.dtype) * getattr(torch, job.dtype).itemsize

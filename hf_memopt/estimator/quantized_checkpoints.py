@@ -114,8 +114,8 @@ def holds_fp8(config, quantization, device: Hardware) -> bool:
 
 def engine_refusal(quantization, engine: Engine) -> str | None:
     """The reason that an engine cannot hold quantized weights; None where it can."""
-    method = None if quantization is None else quantization_method(quantization)
-    if engine.shards_weights and method not in (None, "bitsandbytes_4bit"):
+    method = quantization_method(quantization)
+    if engine.shards_weights and method not in ("", "bitsandbytes_4bit"):
         return f"weights quantized with {method} are not sharded: strategy ddp or zero2"
     if engine.flat_buffers and method == "torchao":
         return "torchao's weights lack operators that DeepSpeed calls: strategy ddp"

@@ -151,15 +151,14 @@ def _run(path: Path):
     script = str(path)
     # Importing trl takes a second: for scripts that name it.
     trl = importlib.util.find_spec("trl") and re.search(rb"\btrl\b", path.read_bytes())
-    with contextlib.ExitStack() as stack:
-        for context in (
-            fake_models,
-            _caught_at_train,
-            _own_loops,
-            _presets_as_launched,
-            *((without_precomputing, without_engine) if trl else ()),
-        ):
-            stack.enter_context(context())
+    with (
+        fake_models(),
+        _caught_at_train(),
+        _own_loops(),
+        _presets_as_launched(),
+        without_precomputing() if trl else contextlib.nullcontext(),
+        without_engine() if trl else contextlib.nullcontext(),
+    ):
         try:
             runpy.run_path(script, run_name="__main__")
         except Ready as ready:

@@ -127,6 +127,18 @@ def without_deepspeed(engine: Engine) -> contextlib.AbstractContextManager:
     return _DEEPSPEED.replaced(is_deepspeed_available=lambda: False)
 
 
+# What a trace need not say -> the kind of warning.
+_SILENCED = {
+    # bitsandbytes does not page on a CPU; fake_tensors counts what it pages on a card.
+    "Paged optimizers are not supported on CPU": Warning,
+    # The Trainer compares data pointers to count tied weights once.
+    "Accessing the data pointer of FakeTensor": Warning,
+    "FSDP2-wrapped module .* returned a view tensor": Warning,
+    r"`(is_)?gradient_checkpointing\w*` is deprecated": FutureWarning,
+    r"`torch\.distributed\.\w+` is deprecated": FutureWarning,
+}
+
+
 @contextlib.contextmanager
 def quiet():
     """Silence the traced Trainer: its warnings are about fake tensors, or about the CPU that it is traced on."""
@@ -134,13 +146,8 @@ def quiet():
     logging.disable(max(disabled, logging.WARNING))
     try:
         with warnings.catch_warnings():
-            # bitsandbytes does not page on a CPU; fake_tensors counts what it pages on a card.
-            warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
-            # The Trainer compares data pointers to count tied weights once.
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-            warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
-            warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+            for message, kind in _SILENCED.items():
+                warnings.filterwarnings("ignore", message, kind)
             yield
     finally:
         logging.disable(disabled)
