@@ -78,29 +78,26 @@ def caught_trainer(
     device = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     # Downloads go to the hub's cache: here, or in the parent of a confined process.
     cache = (constants.HF_HUB_CACHE, constants.HF_XET_CACHE, os.path.join(constants.HF_HOME, "modules"))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(nothing_written(*(() if hub else cache)))
-        if hub:
-            stack.enter_context(through_parent(hub))
+    with nothing_written(*(() if hub else cache)), through_parent(hub) if hub else contextlib.nullcontext():
         with generators_kept(), seen_by_script(device, command.devices or 1):
             launched = read_launched(command)
-        stack.enter_context(as_launched(launched))
         visible = min(launched.processes, DEVICES_PER_HOST)
-        with (
-            generators_kept(),
-            seen_by_script(device, visible),
-            _script_environment(path, [*command.arguments]),
-        ):
-            trainer = _run(path)
-            _check_processes(trainer, launched)
-            chosen = {name: os.environ[name] for name in SPELLINGS if name in os.environ}
-        for name in SPELLINGS:  # until the end of the stack, which restores the environment
-            os.environ.pop(name, None)
-        os.environ.update(chosen)
-        # accelerate's state outlives the script, and the device that it names is not here.
-        PartialState._shared_state["device"] = trainer.args.__dict__["_setup_devices"] = torch.device("cpu")
-        trainer.model_init = None  # it was called for this model; called again it would read weights
-        yield trainer
+        with as_launched(launched):
+            with (
+                generators_kept(),
+                seen_by_script(device, visible),
+                _script_environment(path, [*command.arguments]),
+            ):
+                trainer = _run(path)
+                _check_processes(trainer, launched)
+                chosen = {name: os.environ[name] for name in SPELLINGS if name in os.environ}
+            for name in SPELLINGS:  # until the end of as_launched(), which restores the environment
+                os.environ.pop(name, None)
+            os.environ.update(chosen)
+            # accelerate's state outlives the script, and the device that it names is not here.
+            PartialState._shared_state["device"] = trainer.args.__dict__["_setup_devices"] = torch.device("cpu")
+            trainer.model_init = None  # it was called for this model; called again it would read weights
+            yield trainer
 
 
 def _presets_as_launched() -> contextlib.AbstractContextManager:

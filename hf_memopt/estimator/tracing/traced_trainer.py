@@ -20,11 +20,10 @@ def make_trainer(job, model, args, ledger: Ledger):
     """
     from transformers import PrinterCallback, Trainer
 
-    micro = args.per_device_train_batch_size
-    batches = args.gradient_accumulation_steps * args.max_steps
-    if not job.accelerator:  # accelerate's loader holds the next batch already, on a CPU in the same memory
-        batches += 1
-    data = range(micro * batches * job.world_size)  # rows without content: the collator creates the tensors
+    # accelerate's loader holds the next batch already, on a CPU in the same memory.
+    batches = args.gradient_accumulation_steps * args.max_steps + (not job.accelerator)
+    # Rows without content: the collator creates the tensors.
+    data = range(args.per_device_train_batch_size * batches * job.world_size)
     if job.trainer is None:
         trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=make_collator(job))
         trainer.remove_callback(PrinterCallback)
@@ -41,9 +40,12 @@ def make_trainer(job, model, args, ledger: Ledger):
     trainer.get_train_dataloader = load
     memory_args = getattr(trainer, "memory_args", job.memory_args)
     if memory_args is not None:
-        counting = functools.partial(ledger.counting_as, HOST)
-        host = {"has_discrete_memory": lambda _: job.discrete_memory, "counting": counting}
-        apply_to_trainer(trainer, memory_args, **host)
+        apply_to_trainer(
+            trainer,
+            memory_args,
+            has_discrete_memory=lambda _: job.discrete_memory,
+            counting=functools.partial(ledger.counting_as, HOST),
+        )
     by_engine = job.engine.fsdp_version and job.engine.offloads  # follow_engine() knows DeepSpeed's
     trainer.steps_on_host = job.discrete_memory and (by_engine or getattr(memory_args, "optimizer_cpu_offload", False))
     return trainer
