@@ -94,11 +94,12 @@ def spec_job(spec: JobSpec) -> Job:
         InputError: a job that cannot run or is not modelled.
     """
     preset, config, fields = spec.preset, spec.config, newest(spec.training)
-    if spec.dtype is not None:
-        preset = replace(preset, dtype=spec.dtype)
-    preset = replace(preset, seq_len=sample_length(spec, preset.seq_len))
-    if spec.sequence_parallel > 1:
-        preset = replace(preset, sequence_parallel=spec.sequence_parallel)
+    preset = replace(
+        preset,
+        dtype=preset.dtype if spec.dtype is None else spec.dtype,
+        seq_len=sample_length(spec, preset.seq_len),
+        sequence_parallel=spec.sequence_parallel if spec.sequence_parallel > 1 else preset.sequence_parallel,
+    )
     world_size = preset.processes if spec.world_size is None else spec.world_size
     # More devices than the preset is for may need a larger batch than its own.
     batches = preset.batches(world_size)

@@ -46,8 +46,7 @@ def _quantize_on_cpu(tensor, threshold=0.0):
 
 
 def _matmul_on_cuda(left, right, row_scales, column_scales, bias=None, dtype=None):
-    accumulators = torch._int_mm(left.reshape(-1, left.shape[-1]), right.t())
-    accumulators = accumulators.reshape(*left.shape[:-1], right.shape[0])
+    accumulators = torch._int_mm(left.reshape(-1, left.shape[-1]), right.t()).reshape(*left.shape[:-1], right.shape[0])
     return torch.empty(accumulators.shape, dtype=torch.float16).to(dtype or torch.float16)
 
 

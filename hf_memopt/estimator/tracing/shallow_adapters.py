@@ -33,9 +33,8 @@ def adapts_layers_alike(peft_config, layers: int) -> bool:
     """True if every layer of the model gets the same adapter; otherwise the model is traced with all its layers."""
     if peft_config is None:
         return True
-    if any(getattr(peft_config, name, None) for name in ("layers_to_transform", "layer_replication", "stride_A")):
-        return False
-    if (getattr(peft_config, "adapter_layers", None) or layers) != layers:  # Llama-Adapter: the last few only
+    unlike = any(getattr(peft_config, name, None) for name in ("layers_to_transform", "layer_replication", "stride_A"))
+    if unlike or (getattr(peft_config, "adapter_layers", None) or layers) != layers:  # Llama-Adapter: the last few
         return False
     patterns = [getattr(peft_config, name, None) for name in ("target_modules", "rank_pattern", "modules_to_save")]
     names = [name for value in patterns for name in ([value] if isinstance(value, str) else value or ())]
