@@ -62,7 +62,6 @@ class TorchAO4Bit(TorchAO8Bit):
     bits, block, name = 4, 128, "OptimState4bit"
 
 
-_CLASSES = {"AdamW8bit": TorchAO8Bit, "AdamW4bit": TorchAO4Bit}
 _TORCHAO = Part.OPTIMIZERS.replaces(
     "transformers.trainer_optimizer:_OPTIMIZER_HANDLERS",
     "transformers.trainer_optimizer:is_torchao_available",
@@ -106,23 +105,17 @@ def stand_ins(optim: str) -> contextlib.AbstractContextManager:
     handlers = _TORCHAO.original("_OPTIMIZER_HANDLERS")
 
     def create(context):
-        with _torchao_found():
+        # transformers finds and imports torchao, with the classes of this file; its version decides where they are.
+        module, version = ModuleType("torchao.optim"), importlib.metadata.version
+        vars(module).update(AdamW8bit=TorchAO8Bit, AdamW4bit=TorchAO4Bit)
+        modules = {"torchao": ModuleType("torchao"), "torchao.optim": module}
+        with (
+            mock.patch.dict(sys.modules, modules),
+            mock.patch.object(
+                importlib.metadata, "version", lambda name: "0.18.0" if name == "torchao" else version(name)
+            ),
+            _TORCHAO.replaced(is_torchao_available=lambda *_: True),
+        ):
             return handlers[optim](context)
 
     return _TORCHAO.replaced([transformers.trainer], _OPTIMIZER_HANDLERS={**handlers, optim: create})
-
-
-@contextlib.contextmanager
-def _torchao_found() -> Iterator[None]:
-    """transformers finds and imports torchao, with the classes of this file; its version decides where they are."""
-    module, version = ModuleType("torchao.optim"), importlib.metadata.version
-    vars(module).update(_CLASSES)
-    modules = {"torchao": ModuleType("torchao"), "torchao.optim": module}
-    with (
-        mock.patch.dict(sys.modules, modules),
-        mock.patch.object(
-            importlib.metadata, "version", lambda name: "0.18.0" if name == "torchao" else version(name)
-        ),
-        _TORCHAO.replaced(is_torchao_available=lambda *_: True),
-    ):
-        yield
