@@ -11,11 +11,10 @@ from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.job_checks import attention_heads
 from hf_memopt.estimator.tracing.extrapolate import count_layers
 from hf_memopt.hardware import Hardware
-from hf_memopt.hardware.catalog import DEVICES_PER_HOST
+from hf_memopt.hardware.catalog import DEVICES_PER_HOST, GB
 from hf_memopt.hardware.links import Links
 from hf_memopt.hardware.measured import constant, measured_value
 
-GB = 1e9
 # Shares of the catalog's rates that training reaches, and their sources: hardware.constants. What is here is of hosts.
 # ZeRO-Offload (Ren et al. 2021), table 4: Adam on 1e9 weights in 0.22 s, on the host's two sockets.
 HOST_ADAM = 1e9 / 0.22  # weights a second, of all devices of a host together
