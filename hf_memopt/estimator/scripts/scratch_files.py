@@ -274,16 +274,21 @@ def _functions(scratch: Scratch) -> Iterator[tuple[object, str, object]]:
         yield os, name, _with_path(getattr(os, name, None), changed)
     for owner, name in _OPENERS:
         yield owner, name, opened
-    yield from ((os, "open", opened_descriptor), (os, "truncate", truncate))
-    yield from ((os, "remove", remove_file), (os, "unlink", remove_file), (os, "rmdir", remove_folder))
     yield from (
+        (os, "open", opened_descriptor),
+        (os, "truncate", truncate),
+        (os, "remove", remove_file),
+        (os, "unlink", remove_file),
+        (os, "rmdir", remove_folder),
         (os, "mkdir", make_folder),
         (os, "symlink", make_link),
         (os, "rename", rename),
         (os, "replace", rename),
+        (os, "link", lambda source, target, **kwargs: shutil.copyfile(source, target)),
+        (os, "listdir", names),
+        (os, "scandir", scan),
+        (shutil, "rmtree", remove_tree),
     )
-    yield os, "link", lambda source, target, **kwargs: shutil.copyfile(source, target)
-    yield from ((os, "listdir", names), (os, "scandir", scan), (shutil, "rmtree", remove_tree))
 
 
 def _with_path(function, where):

@@ -399,9 +399,8 @@ def _evaluate(job: TracedJob, trainer, ledger: Ledger) -> None:
     if job.inputs is not None:
         job = dataclasses.replace(job, inputs=job.eval_inputs)
     elif not job.values:  # with values, the batch cannot be resized: pixel tensors do not say what belongs to a sample
-        shapes = job.eval_batch or job.batch
-        batch = {name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in shapes.items()}
-        job = dataclasses.replace(job, batch=batch)
+        shapes = (job.eval_batch or job.batch).items()
+        job = dataclasses.replace(job, batch={name: ((size, *shape[1:]), dtype) for name, (shape, dtype) in shapes})
     model = trainer.model if job.engine.plain else trainer.model_wrapped
     model.eval()
     reduce = getattr(trainer, "preprocess_logits_for_metrics", None)
