@@ -77,11 +77,15 @@ class CachingAllocator:
             self._unlist(second)
         first.size += second.size
         first.next = second.next
-        if second.next is not None:
-            second.next.previous = first
-        if self._tails[first.pool] is second:
-            self._tails[first.pool] = first
+        self._end_with(first, second)
         del self._at[second.address]
+
+    def _end_with(self, block: Block, before: Block) -> None:
+        """What another block ended at, the next or the segment's end, a block ends at now."""
+        if before.next is not None:
+            before.next.previous = block
+        if self._tails[block.pool] is before:
+            self._tails[block.pool] = block
 
     def _unlist(self, block: Block) -> None:
         free = self._free[block.pool]
@@ -93,10 +97,7 @@ class CachingAllocator:
             return
         after = Block(block.address + size, remainder, block.pool)
         after.previous, after.next = block, block.next
-        if block.next is not None:
-            block.next.previous = after
-        if self._tails[block.pool] is block:
-            self._tails[block.pool] = after
+        self._end_with(after, block)
         block.size, block.next = size, after
         self._at[after.address] = after
         insort(self._free[block.pool], (remainder, after.address))
