@@ -379,7 +379,7 @@ class Replica(torch.nn.Module):
         super().__init__()
         self.module = module
         total = sum(weight.numel() * weight.element_size() for weight in module.parameters())
-        torch.empty(min(total, _SYNC_BUFFER), dtype=torch.uint8)  # at the start
+        torch.empty(min(total, _SYNC_BUFFER), dtype=torch.uint8)  # allocated, and free again
         layers = {
             id(weight): part.place_in_model[1]
             for part in module.modules()

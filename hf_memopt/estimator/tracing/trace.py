@@ -262,7 +262,7 @@ def _load(ledger: Ledger, staged: int) -> None:
     """
     if staged:
         ledger.enter("load", "workspace")
-        torch.empty(staged, dtype=torch.uint8)
+        torch.empty(staged, dtype=torch.uint8)  # allocated, and free again
 
 
 def _random_states(job: TracedJob, ledger: Ledger) -> contextlib.AbstractContextManager:
@@ -322,7 +322,7 @@ def _sharding(job: TracedJob, trainer, stacks, mesh, ledger: Ledger) -> contextl
             ledger.restart()  # accelerate shards on the meta device: the device never holds the whole model
             if staged:
                 ledger.enter("load", HOST)
-                torch.empty(staged, dtype=torch.uint8)
+                torch.empty(staged, dtype=torch.uint8)  # allocated, and free again
                 ledger.enter("start", "other")
             return model
 
