@@ -77,14 +77,14 @@ class CachingAllocator:
             self._unlist(second)
         first.size += second.size
         first.next = second.next
-        self._end_with(first, second)
+        self._take_place(first, second)
         del self._at[second.address]
 
-    def _end_with(self, block: Block, before: Block) -> None:
-        """What another block ended at, the next or the segment's end, a block ends at now."""
-        if before.next is not None:
-            before.next.previous = block
-        if self._tails[block.pool] is before:
+    def _take_place(self, block: Block, other: Block) -> None:
+        """Put a block in the place of another before the next one, or at the end of the segment."""
+        if other.next is not None:
+            other.next.previous = block
+        if self._tails[block.pool] is other:
             self._tails[block.pool] = block
 
     def _unlist(self, block: Block) -> None:
@@ -97,7 +97,7 @@ class CachingAllocator:
             return
         after = Block(block.address + size, remainder, block.pool)
         after.previous, after.next = block, block.next
-        self._end_with(after, block)
+        self._take_place(after, block)
         block.size, block.next = size, after
         self._at[after.address] = after
         insort(self._free[block.pool], (remainder, after.address))
