@@ -164,7 +164,8 @@ os._exit(0)
 
 def test_a_file_with_several_faults_is_refused_with_the_first(tmp_path):
     path = tmp_path / "zero.json"
-    for content in ('{"fp16": 1}', '{"fp16": 1, "bf16": 1}', '{"fp16": 1, "bf16": 1, "gradient_clipping": -1}'):
+    whole = '"train_micro_batch_size_per_gpu": "auto"'
+    for content in (f'{{{whole}, "fp16": 1}}', f'{{{whole}, "fp16": 1, "bf16": 1}}', '{"fp16": 1, "bf16": 1}'):
         path.write_text(content)
         first, *others = find_faults(path)
         more = f" ({len(others)} more: hf-memopt doctor {path})" if others else ""
