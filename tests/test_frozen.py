@@ -1,5 +1,6 @@
 """Whole answers, looked at once and frozen: a figure or a word that changes unnoticed elsewhere is noticed here."""
 
+import dataclasses
 import hashlib
 import itertools
 import re
@@ -133,14 +134,21 @@ def test_which_feature_goes_with_what():
     from hf_memopt import MemoryArguments
     from hf_memopt.engines import engine_named
     from hf_memopt.errors import InputError
+    from hf_memopt.levers.arguments import FEATURES
     from hf_memopt.levers.facts import Facts
+    from hf_memopt.levers.feature import Feature
 
     asked = {
         "loss_chunk_size": 512, "mlp_tile_size": 1024, "activation_offload": True, "activation_compression": "int8",
         "weight_streaming": True, "optimizer_cpu_offload": True, "optimizer_in_backward": True, "adam_mini": True,
         "sliding_window": 256, "sparse_block_size": 64, "logits_to_keep": True, "checkpoint_ratio": 0.5,
-        "max_tokens_per_batch": 4096, "quantized_experts": True,
+        "max_tokens_per_batch": 4096, "quantized_experts": True, "compile_memory_budget": 0.5,
     }  # fmt: skip
+    refusing = [feature for feature in FEATURES if feature.refused is not Feature.refused]
+    without = [
+        feature for feature in refusing if asked.keys().isdisjoint(item.name for item in dataclasses.fields(feature))
+    ]
+    assert not without, "each feature that refuses has a value above"
     settings = {"plain": {}, "checkpointed": {"activation_checkpointing": True}, "compiled": {"torch_compile": True},
                 "accumulating": {"gradient_accumulation_steps": 2}, "8 bits": {"optim": "adamw_8bit"}}  # fmt: skip
     found = {}

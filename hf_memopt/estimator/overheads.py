@@ -168,7 +168,7 @@ def notes(job, trace: TraceResult, peaks: dict[str, Peak], otherwise: int) -> It
             # bitsandbytes 0.50.2, functional.get_paged: its ROCm library has cget_managed_ptr (hipMallocManaged), too.
             yield "whether paged states leave the device is not known on ROCm: it takes a kernel with XNACK"
     if job.world_size > 1:
-        yield f"predicted for one of {job.world_size} devices, {job.engine.family}"
+        yield f"predicted for one of {job.world_size} devices, {job.engine.label}"
     if job.engine.fsdp_version == 1:
         yield (
             "FSDP1 is counted as FSDP2, which shards each weight: FSDP1 needs more where a unit holds frozen weights"

@@ -143,7 +143,7 @@ def test_processes_of_the_command_line_share_a_mesh(command):
     argv = ["estimate", "llama-3.2-1b", "--preset", "l40s", "--set", "model.num_hidden_layers=4"]
     code, out, err = command(*argv, "--strategy", "tp2_hsdp2", "--world-size", "4", "--json")
     assert code == 0, err
-    assert "predicted for one of 4 devices, mesh" in json.loads(out)["notes"]
+    assert "predicted for one of 4 devices, tp2_hsdp2" in json.loads(out)["notes"]
     code, _, err = command(*argv, "--strategy", "tp2_hsdp2", "--world-size", "6")
     assert code == 2 and "does not divide the 6 processes" in err
 

@@ -290,7 +290,7 @@ def test_experts_that_adapters_change_stay(tmp_path):
 
 def test_what_is_refused(tmp_path):
     assert "torch_compile" in next(refused(ON, {"torch_compile": True}, engine_named("none")))
-    for name, family in (("fsdp1", "fsdp1"), ("fsdp2", "fsdp2"), ("tp", "mesh")):
+    for name, family in (("fsdp1", "fsdp1"), ("fsdp2", "fsdp2"), ("tp", "tp")):
         assert f"{family} shards" in next(refused(ON, {}, engine_of_table(name)))
     assert "ZeRO-3 shards" in next(refused(ON, {}, engine_named("zero3")))
     assert not list(refused(ON, {}, engine_named("zero2")))

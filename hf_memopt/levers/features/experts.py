@@ -23,8 +23,7 @@ class Experts(Feature):
         if facts.fields.get("torch_compile"):
             yield "quantized_experts chooses which tensors to save, as torch_compile does: use one of them"
         if facts.engine.shards_weights:
-            name = "ZeRO-3" if facts.engine.zero_stage else facts.engine.family
-            yield f"quantized_experts needs whole weights, and {name} shards them: leave it out"
+            yield f"quantized_experts needs whole weights, and {facts.setup.strategy} shards them: leave it out"
 
     @staticmethod
     def put_on(on, model, label_smoothing):

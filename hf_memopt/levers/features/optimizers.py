@@ -37,7 +37,7 @@ class AdamMiniStates(Feature):
     @staticmethod
     def refused(on, facts):
         if on.adam_mini and not facts.engine.plain:
-            yield f"adam_mini needs unsharded weights, and {facts.engine.family} shards them: leave it out"
+            yield f"adam_mini needs unsharded weights, and {facts.setup.strategy} shards them: leave it out"
 
     @staticmethod
     def choose_optimizer(trainer):
@@ -73,7 +73,7 @@ class OptimizerOffload(Feature):
             return
         if not facts.engine.alone:
             yield (
-                f"optimizer_cpu_offload supports a single device: leave it out under {facts.engine.family}, "
+                f"optimizer_cpu_offload supports a single device: leave it out under {facts.setup.strategy}, "
                 "and use strategy zero2_offload_cpu"
             )
         if on.optimizer_in_backward:
@@ -118,8 +118,9 @@ class OptimizerInBackward(Feature):
             return
         fields = facts.fields
         if not facts.engine.alone:
-            name = facts.engine.family
-            yield f"optimizer_in_backward would use gradients before {name} has reduced them: leave it out"
+            yield (
+                f"optimizer_in_backward would use gradients before {facts.setup.strategy} has reduced them: leave it out"
+            )
         if fields.get("gradient_accumulation_steps", 1) > 1:
             yield (
                 "optimizer_in_backward updates weights in every backward pass: set gradient_accumulation_steps=1, "

@@ -39,7 +39,7 @@ class Streaming(Feature):
             return
         if not facts.engine.plain:
             yield (
-                f"weight_streaming needs whole weights on every process: leave it out under {facts.engine.family}, "
+                f"weight_streaming needs whole weights on every process: leave it out under {facts.setup.strategy}, "
                 "or use ddp, or strategy zero3_offload_cpu without it"
             )
         if facts.fields.get("torch_compile"):
