@@ -63,3 +63,14 @@ def test_where_memory_grows_in_steps_the_next_is_estimated_too(monkeypatch):
 
     line, sure = (search_of(monkeypatch, steps, 4999, min_share=min_share) for min_share in (None, 0.98))
     assert line.find() <= sure.find() and sure.find() + 100 in sure.estimates
+
+
+def test_the_line_goes_through_the_nearest_estimates(monkeypatch):
+    search = search_of(monkeypatch, lambda length: length * length // 100, 10**9)
+    for length in (1000, 3000, 6000, 9000):
+        search.estimate(length)
+    for length, nearest in ((2900, [3000, 1000]), (7000, [6000, 9000]), (100, [1000, 3000]), (9500, [9000, 6000])):
+        assert [tokens for tokens, _ in search.nearest(length)] == nearest
+    assert search.needs(6000) == (360_000,)
+    (on_line,) = search.needs(7000)
+    assert on_line == 360_000 + (810_000 - 360_000) / 3000 * 1000

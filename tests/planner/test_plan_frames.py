@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import video_models
@@ -153,3 +154,27 @@ def test_a_model_with_few_positions_has_few_frames(job, monkeypatch):
     )
     (fit,) = most_frames(dataclasses.replace(job, config=config), 10**9)
     assert fit.max_frames == 10
+
+
+@pytest.mark.parametrize(
+    ("two", "four", "positions", "merged", "most"),
+    [
+        (20, 40, 1000, 2, 100),
+        (20, 40, 1009, 1, 100),
+        (20, 40, 1010, 1, 101),
+        (20, 40, 19, 2, None),
+        (20, 40, 20, 2, 2),
+    ],
+)
+def test_the_most_frames_that_are_looked_at_are_those_of_the_models_positions(
+    two, four, positions, merged, most, monkeypatch
+):
+    monkeypatch.setattr(frames, "_tokens", lambda job, count: {2: two, 4: four}[count])
+    text = SimpleNamespace(max_position_embeddings=positions)
+    job = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: text),
+        video=SimpleNamespace(temporal_patch_size=lambda config: merged),
+    )
+    search = frames._search(job, 10**9, lambda text: None)
+    assert max(search.candidates, default=None) == most and search.tokens(12) == two + 5 * (four - two)
+    assert most is None or set(search.candidates) == set(range(merged, most + 1, merged))

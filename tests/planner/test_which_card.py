@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from hf_memopt import InputError, plan, which_card
 from hf_memopt.cli.app import app
-from hf_memopt.cli.cards import CardOptions, _print_answer
+from hf_memopt.cli.cards import CardOptions, _print_answer, _table
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.hardware.measured import constant
 from hf_memopt.job.spec import JobSpec
@@ -165,6 +165,7 @@ def test_boxes_are_those_that_people_have():
     assert {"rtx_3070", "gtx_1080_ti", "gh200_96gb", "radeon_8060s_128gb"} <= single
     assert counts["rtx_3090"] == counts["rx_7900_xtx"] == counts["gb200_186gb"] == (1, 2, 4)
     assert counts["h100_80gb"] == counts["t4"] == counts["rtx_a6000"] == counts["mi300x"] == (1, 2, 4, 8)
+    frozen.check("boxes", counts)
 
 
 def test_typical_cards_have_every_kind():
@@ -341,3 +342,20 @@ def test_cards_whose_attention_keeps_scores_have_a_sketch_of_their_own():
     held, plain = (search.estimates[choice].peak_allocated_bytes for search, choice in pair)
     scores, sketched = held - plain, with_scores - without
     assert scores > 2**27 and sketched == pytest.approx(scores, rel=0.05)
+
+
+def test_what_is_not_known_of_a_card_has_a_mark_in_the_table():
+    fits = [
+        replace(_fit("t4", 400.0, 10**7), price=0.5),
+        replace(_fit("arc_b580", None, 10**7), price=0.25),
+        replace(_fit("rtx_3070", 800.0, 10**7), estimated=True, device_bytes=8 * 10**9, price=1.0),
+    ]
+    answer = SimpleNamespace(prices=SimpleNamespace(currency="€"), tokens=10**7)
+    columns, rows = _table(answer, fits)
+    assert columns == ["card", "fills", "settings", "tokens/s", "hours", "€/h", "cost, €"]
+    assert [row[0] for row in rows] == ["t4", "arc_b580", "rtx_3070"] and {len(row) for row in rows} == {7}
+    known = ("800", "3.5", "1.00", "3.47")
+    assert [row[3:] for row in rows] == [("400", "6.9", "0.50", "3.47"), ("?", "?", "0.25", "?"), known]
+    assert [row[1] for row in rows] == ["≈0%", "≈0%", "97%"]
+    columns, rows = _table(SimpleNamespace(prices=None, tokens=None), fits)
+    assert len(columns) == 4 and {len(row) for row in rows} == {4}
