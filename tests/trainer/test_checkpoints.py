@@ -12,6 +12,7 @@ from small_runs import OOM, same, train
 from transformers import Trainer
 
 from hf_memopt import InputError, MemoryTrainer
+from hf_memopt.trainer.checkpoints import saving
 from hf_memopt.trainer.checkpoints.intact import MANIFEST, _changed, _entry, write_manifest
 from hf_memopt.trainer.checkpoints.resuming import SafeResume
 from hf_memopt.trainer.checkpoints.sharded_states import states_saved_here
@@ -158,3 +159,33 @@ def test_states_are_saved_beside_models_that_transformers_shards():
         assert args.save_only_model is False
     with states_saved_here(SimpleNamespace(is_distributed_loading_by_transformers=True)):
         pass
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("local_main", [True, False])
+@pytest.mark.parametrize("written", ["nothing", "shards", "all of it"])
+def test_who_moves_a_checkpoint_to_its_place(saves, local_main, written, tmp_path, monkeypatch):
+    """The process that saves; and on a node with a disk of its own, which has no trainer_state.json, its first one."""
+    calls = []
+    folder = tmp_path / saving.UNFINISHED / "checkpoint-7"
+    if written != "nothing":
+        folder.mkdir(parents=True)
+    if written == "all of it":
+        (folder / "trainer_state.json").write_text("{}")
+    monkeypatch.setattr(saving, "write_manifest", lambda path: calls.append(("manifest", path)))
+    monkeypatch.setattr(saving, "_replace", lambda source, target: calls.append(("moved", source, target)))
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(wait_for_everyone=lambda: None, is_local_main_process=local_main),
+        args=SimpleNamespace(should_save=saves),
+        state=SimpleNamespace(global_step=7, best_global_step=7, best_model_checkpoint=None),
+        _get_output_dir=lambda trial: str(tmp_path),
+        _finish=lambda source, target: calls.append(("finished", source, target)),
+        _rotate=lambda run: calls.append(("rotated", run)),
+    )
+    saving.SafeCheckpoints._move_to_its_place(trainer, None)
+    place = tmp_path / "checkpoint-7"
+    own = local_main and not saves and written == "shards"
+    expected = [("finished", folder, place)] * saves
+    expected += [("manifest", folder), ("moved", folder, place)] * own
+    assert calls == expected + [("rotated", tmp_path)] * (saves or own)
+    assert trainer._newest == place and trainer.state.best_model_checkpoint == str(place)

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 from hf_memopt.errors import InputError
 from hf_memopt.trainer.checkpoints.intact import check_intact, newest_intact
 from hf_memopt.trainer.checkpoints.load_states import SafeLoad
+from hf_memopt.trainer.checkpoints.resuming import SafeResume
 from hf_memopt.trainer.checkpoints.safe_load import without_code
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -366,3 +368,20 @@ def test_zero_checkpoints_are_read_without_running_what_is_in_them(stage, tmp_pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1]) == {"resumed": 4, "refused": True}
     assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize(("step", "runs"), [(3, True), (4, False), (5, False)])
+def test_no_step_is_trained_beyond_the_last(step, runs, caplog):
+    class Epochs:
+        def _run_epoch(self, *args):
+            return "ran", args
+
+    class Resumed(SafeResume, Epochs):
+        pass
+
+    trainer = object.__new__(Resumed)
+    trainer.state = SimpleNamespace(global_step=step, max_steps=4)
+    trainer.control = SimpleNamespace(should_training_stop=False)
+    assert trainer._run_epoch(1) == (("ran", (1,)) if runs else None)
+    assert trainer.control.should_training_stop is not runs
+    assert ("all 4 steps are done already" in caplog.text) is not runs

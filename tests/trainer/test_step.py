@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType
 from conftest import slow
 from faults import Strikes
@@ -23,11 +24,13 @@ from transformers import (
 )
 
 from hf_memopt import InputError, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory
+from hf_memopt.trainer.data_loading import batch_order
+from hf_memopt.trainer.step import recoverability, runner
 from hf_memopt.trainer.step.known_code import _own_model
 from hf_memopt.trainer.step.loss_rule import LossRule, known_mean
 from hf_memopt.trainer.step.recoverability import _why_not_repeated
 from hf_memopt.trainer.step.runner import MicroBatch, StepRunner
-from hf_memopt.trainer.step.split import KtoLayout, PairLayout, RowLayout
+from hf_memopt.trainer.step.split import KtoLayout, PairLayout, RowLayout, UnpaddedLayout
 from hf_memopt.trainer.step.step_state import Buffers, StepState
 
 
@@ -420,3 +423,70 @@ def test_normalization_over_the_batch_does_not_repeat():
     ):
         trainer.model = model
         assert _why_not_repeated(trainer, None) == reason
+
+
+@pytest.mark.parametrize(
+    ("name", "padding_free", "layout"),
+    [
+        ("SFTTrainer", False, RowLayout),
+        ("SFTTrainer", True, UnpaddedLayout),
+        ("DPOTrainer", False, PairLayout),
+        ("DPOTrainer", True, PairLayout),
+        ("AnotherTrainer", True, RowLayout),
+        (None, True, RowLayout),
+    ],
+)
+def test_how_a_trainers_batches_hold_their_samples(name, padding_free, layout, monkeypatch):
+    monkeypatch.setattr(recoverability, "trl_trainer", lambda trainer: name and type(name, (), {}))
+    for reason in ("_why_not_repeated", "_why_not_split"):
+        monkeypatch.setattr(recoverability, reason, lambda trainer, kind: "")
+    monkeypatch.setattr(recoverability, "_why_no_step_repeats", lambda trainer: "")
+    monkeypatch.setattr(recoverability, "_own_loss", lambda trainer: (True, ""))
+    found = recoverability.assess_recoverability(SimpleNamespace(padding_free=padding_free))
+    assert type(found.layout) is layout
+    assert (found.repeats, found.splits, found.reason, found.own_loss) == (True, True, "", True)
+    monkeypatch.setattr(recoverability, "_why_not_split", lambda trainer, kind: "one of a kind")
+    found = recoverability.assess_recoverability(SimpleNamespace())
+    assert (found.repeats, found.splits, found.reason) == (True, False, "one of a kind")
+    monkeypatch.setattr(recoverability, "_why_no_step_repeats", lambda trainer: "no step")
+    found = recoverability.assess_recoverability(SimpleNamespace())
+    assert (found.repeats, found.splits, found.reason) == (False, False, "no step")
+
+
+@pytest.mark.parametrize(
+    ("stage", "started", "callback", "written", "says"),
+    [
+        ("forward", 2, "a callback", False, ""),
+        ("backward", 1, "a callback", False, ""),
+        ("backward", 2, "", False, ""),
+        ("backward", 2, "a callback", False, "a callback, and a step that starts again would do without it"),
+        ("backward", 1, "", True, "the loss changes weights or buffers before it fails"),
+    ],
+)
+def test_why_a_micro_batch_does_not_run_again(stage, started, callback, written, says, monkeypatch):
+    monkeypatch.setattr(runner, "assess_recoverability", lambda trainer: recoverability.Recoverability(RowLayout()))
+    monkeypatch.setattr(runner, "own_substep_callback", lambda trainer: callback)
+    made = SimpleNamespace(
+        _trainer=None,
+        stage=stage,
+        window=SimpleNamespace(started=[None] * started),
+        buffers=SimpleNamespace(written=lambda: (1,), changed_since=lambda state: ""),
+        splits=True,
+        _chunk_state=SimpleNamespace(written=(0,) if written else (1,)),
+    )
+    assert StepRunner._why_not_again(made) == says
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_an_epochs_order_is_read_without_drawing_it(generator):
+    sampler = SeedableRandomSampler(range(10), generator=generator, data_seed=5)
+    loader = torch.utils.data.DataLoader(range(10), sampler=sampler, batch_size=3)
+    state = None if generator is None else generator.get_state()
+    orders = {epoch: list(batch_order(loader, epoch)) for epoch in (0, 1)}
+    assert orders[0] != orders[1] and sorted(itertools.chain(*orders[1])) == list(range(10))
+    assert list(batch_order(loader, 0)) == orders[0]
+    assert sampler.epoch == 0 and (generator is None or torch.equal(generator.get_state(), state))
+    assert list(loader.batch_sampler) == orders[0]
+    in_order = torch.utils.data.DataLoader(range(4), batch_size=3)
+    assert list(batch_order(in_order, 1)) == [[0, 1, 2], [3]]
+    assert batch_order(torch.utils.data.DataLoader(range(4), shuffle=True), 0) is None and batch_order([], 0) is None

@@ -118,9 +118,8 @@ class OptimizerInBackward(Feature):
             return
         fields = facts.fields
         if not facts.engine.alone:
-            yield (
-                f"optimizer_in_backward would use gradients before {facts.setup.strategy} has reduced them: leave it out"
-            )
+            name = facts.setup.strategy
+            yield f"optimizer_in_backward would use gradients before {name} has reduced them: leave it out"
         if fields.get("gradient_accumulation_steps", 1) > 1:
             yield (
                 "optimizer_in_backward updates weights in every backward pass: set gradient_accumulation_steps=1, "
