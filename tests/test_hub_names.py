@@ -56,13 +56,12 @@ def test_a_proxy_is_tried_in_the_hubs_place(asked, monkeypatch):
     assert "does not answer" in why_no_hub() and asked == [("proxy.example", 3128, 3.0)]
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "port"),
-    [("http://mirror.example", 80), ("https://mirror.example", 443), ("http://mirror.example:81", 81)],
-)
-def test_a_mirror_is_tried_in_the_hubs_place(endpoint, port, asked, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    assert "does not answer" in why_no_hub() and asked == [("mirror.example", port, 3.0)]
+def test_a_mirror_is_tried_in_the_hubs_place(asked, monkeypatch):
+    for endpoint, port in (("http://mirror", 80), ("https://mirror", 443), ("http://mirror:81", 81)):
+        asked.clear()
+        hub_names._answers.cache_clear()
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert "does not answer" in why_no_hub() and asked == [("mirror", port, 3.0)]
 
 
 def test_a_hub_that_answers_is_asked(asked, monkeypatch):

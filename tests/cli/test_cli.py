@@ -291,19 +291,17 @@ def test_settings_that_the_libraries_would_refuse_late(setting, message, command
     assert code == 2 and message in error and len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+def test_an_option_that_a_command_does_not_have(command, subtests):
+    for argv, message in [
         ("estimate gpt2 --zzz-qqq 1", "Settings of the training are written --set zzz_qqq=VALUE"),
         ("estimate gpt2 --learning-rate 1", "Settings of the training are written --set learning_rate=VALUE"),
         ("estimate gpt2 --hardwar t4", "Did you mean --hardware?"),
         ("presets --zzz-qqq", "Options: --"),
         ("presets --learning-rate 1", "Options: --"),
-    ],
-)
-def test_an_option_that_a_command_does_not_have(argv, message, command):
-    code, _, error = command(*argv.split())
-    assert code == 2 and " has no option --" in error and message in error and len(error.splitlines()) == 1
+    ]:
+        with subtests.test(argv):
+            code, _, error = command(*argv.split())
+            assert code == 2 and " has no option --" in error and message in error and len(error.splitlines()) == 1
 
 
 def test_values_as_people_write_them():

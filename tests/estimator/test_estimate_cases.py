@@ -514,10 +514,11 @@ def test_values_of_a_batch_are_kept_where_they_decide_shapes():
     assert value_tensors(batch).keys() == {"ids", "mask"}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_facts_of_a_job_say_whether_it_accumulates(accumulation):
-    job = describe(load_config("smollm2-135m"), {"gradient_accumulation_steps": accumulation}, 64, "rtx_4090")
-    assert facts_of(job).setup.accumulates is (accumulation > 1)
+def test_facts_of_a_job_say_whether_it_accumulates(subtests):
+    for accumulation in [1, 2, 3]:
+        with subtests.test(accumulation=accumulation):
+            job = describe(load_config("smollm2-135m"), {"gradient_accumulation_steps": accumulation}, 64, "rtx_4090")
+            assert facts_of(job).setup.accumulates is (accumulation > 1)
 
 
 def test_host_memory_grows_with_the_layers_as_the_devices_does():

@@ -257,15 +257,13 @@ def test_adapters_leave_experts_in_fp8_alone(tmp_path):
         plan(model, hardware="h100_80gb", method="lora", seq_len=128, lora={"target_modules": "all-linear"})
 
 
-@pytest.mark.parametrize(
-    ("hardware", "optim", "paged"),
-    [
+def test_an_optimizer_of_ones_own_is_paged_where_cuda_pages_it(subtests):
+    for hardware, optim, paged in [
         ("rtx_4090", "paged_adamw_8bit", {True}),
         ("rtx_4090", "adamw_8bit", {False}),
         ("mi300x", "paged_adamw_8bit", {False}),
         ("gh200_96gb", "adamw_torch", {False}),
-    ],
-)
-def test_an_optimizer_of_ones_own_is_paged_where_cuda_pages_it(hardware, optim, paged):
-    choices = list_choices(_settled(hardware=hardware, training={"optim": optim}))
-    assert {choice.paged for choice in choices} == paged and {choice.optim for choice in choices} == {optim}
+    ]:
+        with subtests.test(hardware=hardware, optim=optim):
+            choices = list_choices(_settled(hardware=hardware, training={"optim": optim}))
+            assert {choice.paged for choice in choices} == paged and {choice.optim for choice in choices} == {optim}

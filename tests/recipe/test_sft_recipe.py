@@ -112,16 +112,7 @@ def test_long_rows_are_cut_and_rows_without_an_answer_left_out(prepared, caplog)
     assert "1 of 2 rows dropped: no answer within max_length=256" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("columns", "says"),
-    [
-        ({"input_ids": [[1] * 4, [1] * 3, [1] * 5, [1]]}, "2 of 4 rows fill max_length=4"),
-        ({"input_ids": [[1] * 3] * 4}, ""),
-        ({"text": ["a"] * 4}, ""),
-    ],
-    ids=["cut", "whole", "no tokens"],
-)
-def test_rows_that_are_dropped_or_cut_are_said(columns, says, caplog):
+def _rows_that_are_dropped_or_cut_are_said(columns, says, caplog):
     trainer = SimpleNamespace(train_dataset=Dataset.from_dict(columns), eval_dataset=None)
     job = SimpleNamespace(
         recipe=SimpleNamespace(dataset_name="rows"),
@@ -129,11 +120,22 @@ def test_rows_that_are_dropped_or_cut_are_said(columns, says, caplog):
         bad_rows=SimpleNamespace(counts={}),
         given=(),
     )
+    caplog.clear()
     check_samples(job, trainer, 4)
     assert ("rows fill max_length" in caplog.text) == bool(says) and says in caplog.text and not job.bad_rows.counts
     caplog.clear()
     check_samples(job, trainer, 6)
     assert "2 of 6 rows dropped" in caplog.text and list(job.bad_rows.counts.values()) == [2]
+
+
+def test_rows_that_are_dropped_or_cut_are_said(caplog, subtests):
+    for columns, says in [
+        ({"input_ids": [[1] * 4, [1] * 3, [1] * 5, [1]]}, "2 of 4 rows fill max_length=4"),
+        ({"input_ids": [[1] * 3] * 4}, ""),
+        ({"text": ["a"] * 4}, ""),
+    ]:
+        with subtests.test(says=says):
+            _rows_that_are_dropped_or_cut_are_said(columns, says, caplog)
 
 
 def test_no_sample_left_ends_the_run_and_none_held_out_does_not(tmp_path, monkeypatch, caplog):

@@ -1,5 +1,6 @@
 """Checkpoints of MemoryTrainer: saves that fail, that are tried early, and runs that are killed at any moment."""
 
+import itertools
 import json
 import os
 from types import SimpleNamespace
@@ -161,11 +162,7 @@ def test_states_are_saved_beside_models_that_transformers_shards():
         pass
 
 
-@pytest.mark.parametrize("saves", [True, False])
-@pytest.mark.parametrize("local_main", [True, False])
-@pytest.mark.parametrize("written", ["nothing", "shards", "all of it"])
-def test_who_moves_a_checkpoint_to_its_place(saves, local_main, written, tmp_path, monkeypatch):
-    """The process that saves; and on a node with a disk of its own, which has no trainer_state.json, its first one."""
+def _who_moves_a_checkpoint_to_its_place(saves, local_main, written, tmp_path, monkeypatch):
     calls = []
     folder = tmp_path / saving.UNFINISHED / "checkpoint-7"
     if written != "nothing":
@@ -189,3 +186,14 @@ def test_who_moves_a_checkpoint_to_its_place(saves, local_main, written, tmp_pat
     expected += [("manifest", folder), ("moved", folder, place)] * own
     assert calls == expected + [("rotated", tmp_path)] * (saves or own)
     assert trainer._newest == place and trainer.state.best_model_checkpoint == str(place)
+
+
+def test_who_moves_a_checkpoint_to_its_place(tmp_path, monkeypatch, subtests):
+    """The process that saves; and on a node with a disk of its own, which has no trainer_state.json, its first one."""
+    for saves, local_main, written in itertools.product(
+        [True, False], [True, False], ["nothing", "shards", "all of it"]
+    ):
+        with subtests.test(saves=saves, local_main=local_main, written=written):
+            _who_moves_a_checkpoint_to_its_place(
+                saves, local_main, written, tmp_path / f"{saves} {local_main} {written}", monkeypatch
+            )

@@ -174,8 +174,7 @@ def test_outputs_of_chunks_are_joined_by_sample():
             join(parts, counts)
 
 
-@pytest.mark.parametrize(("whole", "changes"), [(True, False), (True, True), (False, False), (False, True)])
-def test_an_update_repeats_where_the_model_is_whole_and_backward_left_it(whole, changes, monkeypatch):
+def _an_update_repeats_where_the_model_is_whole_and_backward_left_it(whole, changes, monkeypatch):
     monkeypatch.setattr(optimizer_guard, "holds_whole_model", lambda trainer: whole)
     monkeypatch.setattr(optimizer_guard, "changes_weights_in_backward", lambda trainer: changes)
     for recovery, devices in ((True, 1), (True, 2), (False, 1)):
@@ -184,3 +183,9 @@ def test_an_update_repeats_where_the_model_is_whole_and_backward_left_it(whole, 
         )
         expected = recovery and devices == 1 and whole and not changes
         assert optimizer_guard.UpdateRecovery(trainer, None)._repeats is expected
+
+
+def test_an_update_repeats_where_the_model_is_whole_and_backward_left_it(monkeypatch, subtests):
+    for whole, changes in [(True, False), (True, True), (False, False), (False, True)]:
+        with subtests.test(whole=whole, changes=changes):
+            _an_update_repeats_where_the_model_is_whole_and_backward_left_it(whole, changes, monkeypatch)

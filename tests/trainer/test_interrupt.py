@@ -325,16 +325,13 @@ def test_resuming_says_from_where_and_takes_the_new_intervals(tmp_path, caplog):
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    ("number", "index", "line"),
-    [
+def test_what_the_first_signal_says(capfd):
+    for number, index, line in (
         (signal.SIGINT, 0, "\nstopping at the end of step 8; Ctrl-C again stops at once\n"),
         (signal.SIGTERM, 0, "\nstopping at the end of step 8\n"),
         (signal.SIGINT, 1, ""),
-    ],
-)
-def test_what_the_first_signal_says(number, index, line, capfd):
-    state, args = SimpleNamespace(global_step=7), SimpleNamespace(process_index=index)
-    stop = _StopAtStepEnd(SimpleNamespace(state=state, args=args))
-    stop.request(number, None)
-    assert stop.signal == number and capfd.readouterr().err == line
+    ):
+        state, args = SimpleNamespace(global_step=7), SimpleNamespace(process_index=index)
+        stop = _StopAtStepEnd(SimpleNamespace(state=state, args=args))
+        stop.request(number, None)
+        assert stop.signal == number and capfd.readouterr().err == line

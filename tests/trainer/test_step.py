@@ -425,18 +425,7 @@ def test_normalization_over_the_batch_does_not_repeat():
         assert _why_not_repeated(trainer, None) == reason
 
 
-@pytest.mark.parametrize(
-    ("name", "padding_free", "layout"),
-    [
-        ("SFTTrainer", False, RowLayout),
-        ("SFTTrainer", True, UnpaddedLayout),
-        ("DPOTrainer", False, PairLayout),
-        ("DPOTrainer", True, PairLayout),
-        ("AnotherTrainer", True, RowLayout),
-        (None, True, RowLayout),
-    ],
-)
-def test_how_a_trainers_batches_hold_their_samples(name, padding_free, layout, monkeypatch):
+def _how_a_trainers_batches_hold_their_samples(name, padding_free, layout, monkeypatch):
     monkeypatch.setattr(recoverability, "trl_trainer", lambda trainer: name and type(name, (), {}))
     for reason in ("_why_not_repeated", "_why_not_split"):
         monkeypatch.setattr(recoverability, reason, lambda trainer, kind: "")
@@ -453,17 +442,20 @@ def test_how_a_trainers_batches_hold_their_samples(name, padding_free, layout, m
     assert (found.repeats, found.splits, found.reason) == (False, False, "no step")
 
 
-@pytest.mark.parametrize(
-    ("stage", "started", "callback", "written", "says"),
-    [
-        ("forward", 2, "a callback", False, ""),
-        ("backward", 1, "a callback", False, ""),
-        ("backward", 2, "", False, ""),
-        ("backward", 2, "a callback", False, "a callback, and a step that starts again would do without it"),
-        ("backward", 1, "", True, "the loss changes weights or buffers before it fails"),
-    ],
-)
-def test_why_a_micro_batch_does_not_run_again(stage, started, callback, written, says, monkeypatch):
+def test_how_a_trainers_batches_hold_their_samples(monkeypatch, subtests):
+    for name, padding_free, layout in [
+        ("SFTTrainer", False, RowLayout),
+        ("SFTTrainer", True, UnpaddedLayout),
+        ("DPOTrainer", False, PairLayout),
+        ("DPOTrainer", True, PairLayout),
+        ("AnotherTrainer", True, RowLayout),
+        (None, True, RowLayout),
+    ]:
+        with subtests.test(name=name, padding_free=padding_free):
+            _how_a_trainers_batches_hold_their_samples(name, padding_free, layout, monkeypatch)
+
+
+def _why_a_micro_batch_does_not_run_again(stage, started, callback, written, says, monkeypatch):
     monkeypatch.setattr(runner, "assess_recoverability", lambda trainer: recoverability.Recoverability(RowLayout()))
     monkeypatch.setattr(runner, "own_substep_callback", lambda trainer: callback)
     made = SimpleNamespace(
@@ -475,6 +467,18 @@ def test_why_a_micro_batch_does_not_run_again(stage, started, callback, written,
         _chunk_state=SimpleNamespace(written=(0,) if written else (1,)),
     )
     assert StepRunner._why_not_again(made) == says
+
+
+def test_why_a_micro_batch_does_not_run_again(monkeypatch, subtests):
+    for stage, started, callback, written, says in [
+        ("forward", 2, "a callback", False, ""),
+        ("backward", 1, "a callback", False, ""),
+        ("backward", 2, "", False, ""),
+        ("backward", 2, "a callback", False, "a callback, and a step that starts again would do without it"),
+        ("backward", 1, "", True, "the loss changes weights or buffers before it fails"),
+    ]:
+        with subtests.test(stage=stage, started=started, callback=callback):
+            _why_a_micro_batch_does_not_run_again(stage, started, callback, written, says, monkeypatch)
 
 
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
