@@ -16,7 +16,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from hf_memopt import estimate, estimate_trainer
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
-from hf_memopt.estimator.accounting.flash_kernels import BACKWARD, Attention
+from hf_memopt.estimator.accounting.flash_kernels import BACKWARD, Attention, _hopper_rows
 from hf_memopt.estimator.patches.flash_attention import _with_flash_attention, counted_flash_attention
 from hf_memopt.hardware import attention_kernels, get_hardware
 from hf_memopt.hardware.attention_kernels import FLASH, HUB_KERNELS, check_attention
@@ -301,3 +301,9 @@ def test_a_trainer_and_estimate_agree(tmp_path):
 def test_each_version_is_for_its_cards(name, architecture, fits):
     card = replace(get_hardware("rtx_4090"), architecture=architecture)
     assert (attention_kernels._unfit(FLASH[name], card) == "") == fits
+
+
+def test_queries_of_a_block_on_hopper():
+    for causal, rows in ((False, [128, 128, 64, 64, 80, 80, 64]), (True, [128, 128, 64, 64, 64, 64, 64])):
+        call = Attention(1, 8, 8, 1, 1, 64, torch.bfloat16, causal, False, 9.0)
+        assert [_hopper_rows(call, size) for size in (32, 64, 65, 96, 97, 128, 129)] == rows

@@ -12,9 +12,10 @@ from test_foreign_keys import MODEL
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.errors import InputError
 from hf_memopt.foreign.key_table import list_tables, read_table
-from hf_memopt.foreign.migrate import migrated_files, recipe_arguments, recipe_of
+from hf_memopt.foreign.migrate import accelerate_words, migrated_files, recipe_arguments, recipe_of
 from hf_memopt.foreign.source import read_source
 from hf_memopt.foreign.translate import translate
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.presets.trl_configs import trl_class
 from hf_memopt.recipe.answers import AnswerArguments
 from hf_memopt.recipe.preference import PreferenceArguments
@@ -160,3 +161,15 @@ def test_packing_and_fsdps_version_are_migrated(command, tmp_path):
         assert ("--packing" in output) == ("sample_packing" in more) and ("--use_fsdp" in output) == (
             "fsdp_config" in more
         )
+
+
+def test_launchers_words_of_a_job():
+    for training, processes, words in (
+        ({}, 1, []),
+        ({}, 2, ["--multi_gpu"]),
+        ({"fsdp": True}, 2, ["--use_fsdp", "--fsdp_version", "2"]),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, 2, ["--use_fsdp", "--fsdp_version", "1"]),
+    ):
+        launched = accelerate_words(JobSpec(model="a", world_size=processes, training=training))
+        assert launched[:4] == ["accelerate", "launch", "--num_processes", str(processes)], launched
+        assert launched[6:] == words, launched

@@ -1,6 +1,8 @@
 """The monitor beside a Trainer: its logs, trackers, console, and micro-batches that follow memory."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from test_monitor import GIB
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments, MemoryCallback, MemoryMonitor, MemoryTrainer
-from hf_memopt.monitor.readers import peak_resident
+from hf_memopt.monitor.readers import Reading, peak_resident
 from hf_memopt.trainer.step.batch_limit import BatchLimit
 
 # ---- the callback
@@ -206,3 +208,44 @@ def test_chunks_grow_in_steps():
         sizes.append(limit.chunk_size(16, 1600))
         assert limit.count_quiet_step(plenty=True) == (step % 3 == 2 and sizes[-1] < 16)
     assert sizes == [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3
+
+
+def test_figures_for_trackers():
+    """GiB and shares to four digits; a speed where tokens came since the last figures."""
+    callback = MemoryCallback(predicted_peak_bytes=3 * GIB + 1)
+    callback.monitor = SimpleNamespace(reader=SimpleNamespace(busy=lambda: 1 / 3))
+    callback.data_wait = SimpleNamespace(share=lambda: 0.12345)
+    callback._disk_wait = SimpleNamespace(share=lambda: None)
+    callback._last_tokens = (0.0, 5)
+    sizes = [int(size * GIB) for size in (1 / 3, 0.5, 2 / 3, 0.75, 0.9, 4.0)]
+    reading = Reading(*sizes, retries=7, host_resident=GIB // 7, host_available=0)
+    args, state = SimpleNamespace(world_size=1), SimpleNamespace(num_input_tokens_seen=5)
+    assert callback._figures(args, state, reading) == {
+        "memory/peak_allocated_gib": 0.6667,
+        "memory/peak_reserved_gib": 0.75,
+        "memory/allocated_gib": 0.3333,
+        "memory/peak_share_of_capacity": 0.1667,
+        "memory/free_on_device_gib": 3.1,
+        "memory/host_resident_gib": 0.1429,
+        "memory/allocator_retries": 7,
+        "data_wait_share": 0.1234,
+        "memory/predicted_peak_allocated_gib": 3.0,
+        "device_busy_share": 0.3333,
+    }
+    callback._last_tokens, callback.tokens = (time.perf_counter() - 2, 5), 205
+    assert callback._figures(args, state, reading)["tokens_per_second"] == pytest.approx(100, rel=0.1)
+    assert callback._last_tokens[1] == 205
+
+
+def test_the_peak_of_a_step_counts_where_it_is_newer_than_training():
+    callback = MemoryCallback()
+    callback._peak_before = 800
+    for allocated, peak, near, seen in (
+        (100, 800, 0, 100),
+        (100, 900, 0, 900),
+        (100, 900, 500, 500),
+        (600, 900, 500, 600),
+    ):
+        callback.near_peak = near
+        reading = Reading(allocated, 0, peak, 0, 0, 1, 0, 0, 0)
+        assert callback._at_peak(reading).allocated == seen

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from hf_memopt import InputError, plan, which_card
 from hf_memopt.cli.app import app
-from hf_memopt.cli.cards import CardOptions, _print_answer, _table
+from hf_memopt.cli.cards import _OLD, CardOptions, _notes, _print_answer, _table
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.hardware.measured import constant
 from hf_memopt.job.spec import JobSpec
@@ -359,3 +359,12 @@ def test_what_is_not_known_of_a_card_has_a_mark_in_the_table():
     assert [row[1] for row in rows] == ["≈0%", "≈0%", "96%"]
     columns, rows = _table(SimpleNamespace(prices=None, tokens=None), fits)
     assert len(columns) == 4 and {len(row) for row in rows} == {4}
+
+
+def test_what_is_said_of_old_cards():
+    for names, said in ((["mi300x", "apple_m2_16gb", "t4"], []), (["v100_32gb", "t4", "gtx_1080_ti"], [0, 2])):
+        fits = [SimpleNamespace(device=catalog()[name]) for name in names]
+        notes = [*_notes(SimpleNamespace(prices=None), fits, True)]
+        old = _OLD.format(cards=", ".join(names[place] for place in said))
+        assert (old in notes) == bool(said)
+        assert len(notes) == len([*_notes(SimpleNamespace(prices=None), fits[:0], True)]) + 1 + bool(said)

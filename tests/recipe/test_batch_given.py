@@ -6,7 +6,9 @@ import pytest
 from conftest import flags
 
 from hf_memopt.errors import InputError
+from hf_memopt.recipe.defaults import check_recipe
 from hf_memopt.recipe.job import RecipeDefaults, start
+from hf_memopt.recipe.recipe_arguments import RecipeArguments
 from hf_memopt.recipe.video import VideoArguments
 from hf_memopt.video.demo_model import builtin_video_model
 
@@ -133,3 +135,12 @@ def test_the_last_step_by_the_real_loader(batches, drop_last):
         steps = -(-len(shards[0]) // 4)
         last = [batch for shard in shards for batch in shard[(steps - 1) * 4 :]] if steps else []
         assert last_step(rows, 3, 4, batches, drop_last) == (steps, sum(map(len, last))), rows
+
+
+def test_a_stream_needs_its_number_of_steps():
+    recipe = RecipeArguments(streaming=True)
+    for steps in (None, 0, -1):
+        with pytest.raises(InputError, match="a stream has no known length: set max_steps"):
+            check_recipe(recipe, {"max_steps": steps})
+    check_recipe(recipe, {"max_steps": 1})
+    check_recipe(RecipeArguments(), {})

@@ -11,7 +11,7 @@ from runs import ENDED, RECOVERED, reading, report, write_run
 from hf_memopt import charts
 from hf_memopt.estimator.accounting.ledger import KINDS, ROLLOUT_PHASES, WEIGHT_SYNC
 from hf_memopt.oom.events import describe_event
-from hf_memopt.reports.next_steps import suggest_next_steps
+from hf_memopt.reports.next_steps import larger_batch, suggest_next_steps
 from hf_memopt.reports.run import read_run
 from hf_memopt.reports.run_report import compare_page, differences, figures, run_page
 from hf_memopt.units import size
@@ -270,3 +270,14 @@ def test_no_header_is_empty_or_keeps_a_table_wide(tmp_path):
     text = run_page(read_run(write_run(tmp_path, report(), READINGS)))
     assert 'scope="col"></th>' not in text and 'class="number"></th>' not in text
     assert "th.number { text-align: right; white-space: nowrap" not in text
+
+
+def test_a_larger_batch_of_the_same_samples():
+    otherwise = "a larger per_device_train_batch_size with fewer gradient_accumulation_steps"
+    for batch, steps, says in (
+        (4, 2, "per_device_train_batch_size=8 with gradient_accumulation_steps=1"),
+        (3, 8, "per_device_train_batch_size=6 with gradient_accumulation_steps=4"),
+        *((4, steps, otherwise) for steps in (3, 1, 0, None)),
+        (None, 4, otherwise),
+    ):
+        assert larger_batch(batch, steps) == says

@@ -335,3 +335,13 @@ def test_what_the_first_signal_says(capfd):
         stop = _StopAtStepEnd(SimpleNamespace(state=state, args=args))
         stop.request(number, None)
         assert stop.signal == number and capfd.readouterr().err == line
+
+
+def test_one_process_alone_stops_within_an_evaluation():
+    left = []
+    for number, processes, leaves in ((None, 1, False), (signal.SIGINT, 1, True), (signal.SIGINT, 2, False)):
+        stop = _StopAtStepEnd(SimpleNamespace())
+        stop.signal, stop._saves, stop._leave = number, lambda: False, left.append
+        left.clear()
+        stop.on_prediction_step(SimpleNamespace(world_size=processes), SimpleNamespace(global_step=3), "control")
+        assert left == ["control"] * leaves

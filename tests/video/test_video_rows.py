@@ -4,9 +4,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
 from hf_memopt.data.sources import load_rows
 from hf_memopt.errors import InputError
+from hf_memopt.video.collator import _pad_and_concatenate
 from hf_memopt.video.conversations import Medium, conversation
 from hf_memopt.video.downloads import Downloads
 from hf_memopt.video.video_files import BadVideo
@@ -190,3 +192,11 @@ def test_addresses_are_refused_unless_downloads_are_allowed():
         conversation({**row, "videos": ["s3://a/b.mp4"]}, "row 0", urls=True)
     with pytest.raises(InputError, match="max_download_mib=0 must be above 0"):
         Downloads(None, 0)
+
+
+def test_rows_of_different_lengths_are_padded_at_their_end():
+    for shape in ((1, 2), (1, 2, 3), (1, 2, 3, 2)):
+        short, long = torch.ones(shape), torch.ones(2, 4, *shape[2:])
+        joined = _pad_and_concatenate([short, long])
+        assert joined.shape == (3, 4, *shape[2:]) and torch.equal(joined[1:], long)
+        assert torch.equal(joined[:1, :2], short) and not joined[:1, 2:].any()
