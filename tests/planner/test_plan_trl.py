@@ -1,6 +1,7 @@
 """plan(task=…): TRL's trainers, with the reference's part, groups of completions and vLLM's share as choices."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -41,11 +42,9 @@ def test_a_reference_is_precomputed_or_beside_the_model():
     assert of("dpo", strategy="fsdp2", precompute_ref_log_probs=False) == []
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("micro", [1, 2, 3, 4, 8])
-def test_what_is_generated_at_once_is_whole_groups(micro, devices):
+def test_what_is_generated_at_once_is_whole_groups():
     """And an optimizer step whole generations, as TRL's configuration checks it."""
-    for accumulation in (1, 2, 4, 8, 12):
+    for micro, devices, accumulation in itertools.product((1, 2, 3, 4, 8), (1, 2), (1, 2, 4, 8, 12)):
         for part in space(devices=devices, num_generations=4).choices("none", micro, accumulation):
             assert part.steps_per_generation * micro * devices % 4 == 0
             assert part.generations * part.steps_per_generation == accumulation

@@ -80,9 +80,8 @@ def test_what_a_class_does_not_take_is_refused(kind, fields, message, tmp_path):
         build(tmp_path, kind, **fields)
 
 
-@pytest.mark.parametrize("default", DEFAULTS, ids=lambda default: f"{default.field} of {default.classes[0]}")
-def test_the_defaults_named_are_those_of_the_installed_trl(default):
-    for name in default.classes:
+def test_the_defaults_named_are_those_of_the_installed_trl():
+    for default, name in [(row, name) for row in DEFAULTS for name in row.classes]:
         (item,) = [item for item in dataclasses.fields(getattr(trl, name)) if item.name == default.field]
         value = item.default_factory() if item.default is dataclasses.MISSING else item.default
         assert value == default.value, name
