@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from hf_memopt.compatibility import resolve_engine
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.engines.deepspeed import deepspeed_config, numeric_batch_sizes
 from hf_memopt.engines.engine import is_true
@@ -104,7 +105,7 @@ def spec_job(spec: JobSpec) -> Job:
     # More devices than the preset is for may need a larger batch than its own.
     batches = preset.batches(world_size)
     preset = replace(preset, effective_batch_size=-(-preset.effective_batch_size // batches) * batches)
-    _refuse_second_engine(preset, fields)
+    _refuse_second_engine(spec, preset, fields)
     own = fields.pop("deepspeed", None)
     deepspeed = deepspeed_config(own) if own else preset.deepspeed_config()
     if own:
@@ -232,9 +233,14 @@ def _leave_out_checkpointing(config, task: str | None, resolved: dict) -> None:
             resolved.pop(name, None)
 
 
-def _refuse_second_engine(preset: Preset, fields: dict) -> None:
-    """Refuse as the run would: Preset.training_arguments() refuses an engine beside the preset's."""
+def _refuse_second_engine(spec: JobSpec, preset: Preset, fields: dict) -> None:
+    """Refuse as the run would: Preset.training_arguments() refuses an engine beside the preset's. Where a strategy was
+    asked for, refuse settings of another one, too, which would replace it."""
     for name in ("fsdp", "deepspeed"):
-        if fields.get(name) and name not in preset.engine.beside:
-            value, strategy = brief(fields[name]), preset.strategy
+        if not fields.get(name):
+            continue
+        value, strategy = brief(fields[name]), preset.strategy
+        if name not in preset.engine.beside:
             raise InputError(f"{name}={value} beside strategy {strategy}: leave one of the two out")
+        if spec.strategy and (own := resolve_engine(fields).strategy) != strategy:
+            raise InputError(f"{name}={value} is {own}, beside strategy {strategy}: leave one of the two out")

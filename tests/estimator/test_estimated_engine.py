@@ -1,6 +1,8 @@
 """Which engine an estimate is of: a strategy goes before fields, and nothing else of this process counts."""
 
+import contextlib
 import copy
+import dataclasses
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -157,6 +159,18 @@ def test_a_field_beside_another_strategy_is_refused():
     ):
         with pytest.raises(InputError, match=f"beside strategy {strategy}: leave one of the two out"):
             spec_job(preset_spec(preset_by_name(name, strategy=strategy), training=fields))
+    for strategy, fields, own in (
+        ("zero3", {"deepspeed": "zero3_offload_cpu"}, "zero3_offload_cpu"),
+        ("zero2", {"deepspeed": {"zero_optimization": {"stage": 1}}}, "zero1"),
+        ("fsdp2", {"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "fsdp2_offload_cpu"),
+        ("zero3", {"deepspeed": "zero3"}, None),
+        ("fsdp2", {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}, None),
+    ):
+        asked = preset_spec(preset_by_name("l40s_x4", strategy=strategy), training=fields)
+        assert spec_job(asked).engine.strategy == (own or strategy), "a preset's own gives way"
+        refused = pytest.raises(InputError, match=f" is {own}, beside strategy {strategy}: leave one of the two out")
+        with refused if own else contextlib.nullcontext():
+            spec_job(dataclasses.replace(asked, strategy=strategy))
     ddp = preset_spec(preset_by_name("l40s_x4", strategy="ddp"), training={"deepspeed": "zero2"})
     assert spec_job(ddp).engine.family == "deepspeed"
     assert (

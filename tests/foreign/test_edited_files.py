@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -67,8 +68,11 @@ def _same_answer(command, file: Path, hardware: str) -> None:
     profile = next((one for one in plan["profiles"] if one["profile"] == "balanced"), plan["profiles"][0])
     source, keys = read_source(str(file)), plan["edits"]["keys"]
     edited = file.with_name(f"edited_{file.name}")
-    edited.write_text(edit(source, keys))
-    strategy = ("--strategy", profile["strategy"]) if plan["edits"]["launcher"] else ()
+    text, strategy = edit(source, keys), ()
+    if launcher := plan["edits"]["launcher"]:
+        text, replaced = re.subn(r"accelerate launch .*?(?=\S+\.py\b)", f"{launcher} ", text)
+        strategy = () if replaced else ("--strategy", profile["strategy"])
+    edited.write_text(text)
     code, output, errors = command("estimate", str(edited), "--hardware", hardware, *strategy, "--json")
     assert code == 0, errors
     found, shown = json.loads(output), profile["estimate"]

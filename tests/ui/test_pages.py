@@ -434,6 +434,8 @@ def test_commands_run(line, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "accelerate_configs").symlink_to(ROOT / "accelerate_configs")
     (tmp_path / "prices.toml").symlink_to(ROOT / "benchmarks" / "data" / "questions" / "prices.toml")
+    turns = [{"role": role, "content": "a few words"} for role in ("user", "assistant")]
+    (tmp_path / "my_chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     code, output, errors = command(*words)
     assert code in (0, 1), errors
     assert output and "Traceback" not in output
