@@ -12,7 +12,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType
 from conftest import slow
 from faults import Strikes
-from small_runs import OOM, llama, train
+from small_runs import OOM, MeanLoss, collate, llama, train
 from torch.nn import functional
 from transformers import (
     LlamaForCausalLM,
@@ -21,13 +21,14 @@ from transformers import (
     LlavaForConditionalGeneration,
     T5ForConditionalGeneration,
     Trainer,
+    TrainingArguments,
 )
 
-from hf_memopt import InputError, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory
+from hf_memopt import InputError, MemoryArguments, MemoryTrainer, MemoryTrainerMixin, TrainingOutOfMemory
 from hf_memopt.trainer.data_loading import batch_order
 from hf_memopt.trainer.step import recoverability, runner
 from hf_memopt.trainer.step.known_code import _own_model
-from hf_memopt.trainer.step.loss_rule import LossRule, known_mean
+from hf_memopt.trainer.step.loss_rule import LossRule, find_rule, known_mean
 from hf_memopt.trainer.step.recoverability import _why_not_repeated
 from hf_memopt.trainer.step.runner import MicroBatch, StepRunner
 from hf_memopt.trainer.step.split import KtoLayout, PairLayout, RowLayout, UnpaddedLayout
@@ -494,3 +495,25 @@ def test_an_epochs_order_is_read_without_drawing_it(generator):
     in_order = torch.utils.data.DataLoader(range(4), batch_size=3)
     assert list(batch_order(in_order, 1)) == [[0, 1, 2], [3]]
     assert batch_order(torch.utils.data.DataLoader(range(4), shuffle=True), 0) is None and batch_order([], 0) is None
+
+
+class ShiftedMean(MeanLoss):
+    """The same mean over the next tokens."""
+
+    def forward(self, input_ids, attention_mask, labels):
+        logits = self.inner(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
+        return {"loss": functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:])}
+
+
+def test_a_mean_over_labels_is_told_from_one_over_shifted_labels(tmp_path, subtests):
+    """By samples of one length, too, whose halves weigh the same in both, and where the first label does not count."""
+    rows = [{"input_ids": [5 + place, *range(3, 12)], "number": place} for place in range(4)]
+    for kind, rule in ((MeanLoss, LossRule.UNSHIFTED), (ShiftedMean, LossRule.LABELS)):
+        for first in ("counts", "does not"):
+            with subtests.test(kind=kind.__name__, first=first):
+                args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+                trainer = MemoryTrainer(kind(), args, memory_args=MemoryArguments(loss_reduction="token_mean"))
+                inputs = collate(rows)
+                if first == "does not":
+                    inputs["labels"][:, 0] = -100
+                assert find_rule(trainer, inputs, None) is rule
