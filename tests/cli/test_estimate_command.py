@@ -51,7 +51,7 @@ def test_several_devices_and_4_bits_on_the_command_line(model_folder, command):
 
     alone, sharded = estimated("--set", "effective_batch_size=32"), estimated("--world-size", 8, "--strategy", "zero3")
     assert sharded["breakdown"]["optimizer_states"] < 0.3 * alone["breakdown"]["optimizer_states"]
-    assert "8 devices, deepspeed" in " ".join(sharded["notes"])
+    assert "8 devices, zero3" in " ".join(sharded["notes"])
     by_name = estimated("--world-size", 8, "--set", "deepspeed=zero3")
     assert by_name["peak_allocated_bytes"] == pytest.approx(sharded["peak_allocated_bytes"], rel=0.1)
     packed, lora = estimated("--method", "qlora"), estimated("--method", "lora")
