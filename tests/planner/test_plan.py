@@ -186,7 +186,8 @@ def test_nothing_fits_but_a_shorter_sequence_would():
     spec = spec_for(config(2, vocab_size=200), seq_len=512)
     needed, shorter = least(spec), least(dataclasses.replace(spec, seq_len=256))
     made = planned(spec, shorter * 1.02 / 0.94)
-    assert not made.profiles and made.missing_bytes == pytest.approx(needed - shorter * 1.02, rel=0.01)
+    # Weights in bf16 lack less, and what lacks least is said.
+    assert not made.profiles and 0 < made.missing_bytes <= (needed - shorter * 1.02) * 1.01
     assert any(change.startswith("--seq-len 256") for change in made.nearest), made.nearest
     smaller = [change for change in made.nearest if "a smaller model, trained from scratch): " in change]
     assert smaller and smaller[0].endswith("iB"), made.nearest

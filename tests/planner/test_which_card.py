@@ -81,7 +81,8 @@ def test_cards_are_in_the_order_of_their_cost(answer):
 
 @pytest.mark.slow
 def test_one_trace_serves_all_cards(answer):
-    assert sum("tracing" in line for line in answer[1]) == 1
+    # And one more the T4, whose attention keeps its scores.
+    assert sum("tracing" in line for line in answer[1]) == 2
     assert sum("estimating" in line for line in answer[1]) <= cards._MOST_ESTIMATES
 
 
