@@ -246,7 +246,7 @@ def test_nothing_that_compatibility_refuses_is_ever_a_choice(hardware, devices, 
         assert refusals(configured.setup()) == []
         fields = {**configured.training, **choice.fields(configured)}
         assert not list(Facts.of_settings(memory_arguments(given, choice), fields, choice.engine).feature_refusals())
-        assert choice.micro_batch * choice.accumulation * devices == 4 * devices
+        assert choice.micro_batch * choice.accumulation * devices == 4 * devices * choice.shared
 
 
 def test_a_choice_becomes_hugging_faces_words():
