@@ -205,7 +205,7 @@ def _converted(name: str, hint: Any, value: Any) -> Any:
         return value == "true"
     if not _accepts(hint, value) and _accepts(hint, True):  # transformers.hf_argparser.string_to_bool
         value = {"1": True, "y": True, "t": True, "0": False, "n": False, "f": False}.get(str(value).lower(), value)
-    if isinstance(value, str) and value[:1] in ("[", "{") and hint is not Any:
+    if isinstance(value, str) and hint is not Any:
         content = json_value(value)
         value = content if _accepts(hint, type(content)()) else value
     if isinstance(value, str) and not _accepts(hint, value):

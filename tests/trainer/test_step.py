@@ -517,3 +517,25 @@ def test_a_mean_over_labels_is_told_from_one_over_shifted_labels(tmp_path, subte
                 if first == "does not":
                     inputs["labels"][:, 0] = -100
                 assert find_rule(trainer, inputs, None) is rule
+
+
+class LabelASample(torch.nn.Module):
+    """A mean over samples that have a label each."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = llama()
+        self.config = self.inner.config
+
+    def forward(self, input_ids, attention_mask, labels):
+        return {"loss": functional.cross_entropy(self.inner(input_ids=input_ids).logits[:, -1], labels)}
+
+
+def test_one_label_a_sample_is_a_mean_over_labels(tmp_path):
+    inputs = collate([{"input_ids": [5 + place, *range(3, 12)], "number": place} for place in range(4)])
+    inputs["labels"] = torch.tensor([3, 4, 5, 6])
+    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    trainer = MemoryTrainer(LabelASample(), args, memory_args=MemoryArguments(loss_reduction="token_mean"))
+    rule = find_rule(trainer, inputs, None)
+    halves = {name: part[:2] for name, part in inputs.items()}
+    assert rule in (LossRule.LABELS, LossRule.UNSHIFTED) and rule.weight(trainer, inputs, halves) == 0.5

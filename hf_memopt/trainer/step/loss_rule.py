@@ -145,7 +145,7 @@ def find_rule(trainer: "MemoryTrainer", inputs: dict[str, Any], num_items) -> Lo
             measure.check_repeats()
         compared = [loss for group in _groups(trainer.count_samples(inputs)) if (loss := measure.compare(group))]
         fits = [rule for rule in candidates if all(measure.holds(rule, group) for group in compared)]
-        if compared and LossRule.LABELS in fits and LossRule.UNSHIFTED in fits:
+        if compared and {LossRule.LABELS, LossRule.UNSHIFTED} <= {*fits} and inputs["labels"].dim() > 1:
             # Samples of nearly one length: both are within the rounding here, and one is wrong for other samples.
             fits.remove(LossRule.LABELS if measure.reads_first_label(compared[-1][0]) else LossRule.UNSHIFTED)
     if not compared:
@@ -223,7 +223,7 @@ class _Measure:
             part["labels"] = part["labels"].clone()
             part["labels"][:, 0] = first
             losses.append(self._loss_of(part))
-        return abs(losses[0] - losses[1]) > _SAME * abs(losses[0])
+        return not abs(losses[0] - losses[1]) <= _SAME * abs(losses[0])  # NaN where nothing but first labels counts
 
     def check_repeats(self) -> None:
         """Compute the loss of one part twice.
