@@ -207,7 +207,7 @@ def _converted(name: str, hint: Any, value: Any) -> Any:
         value = {"1": True, "y": True, "t": True, "0": False, "n": False, "f": False}.get(str(value).lower(), value)
     if isinstance(value, str) and hint is not Any:
         content = json_value(value)
-        value = content if _accepts(hint, type(content)()) else value
+        value = content if isinstance(content, (list, dict)) and _accepts(hint, type(content)()) else value
     if isinstance(value, str) and not _accepts(hint, value):
         for kind in (int, float):
             if _accepts(hint, kind()) and (number := read_field(name, kind, value)) is not None:

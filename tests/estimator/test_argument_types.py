@@ -1,15 +1,17 @@
 """estimate(), plan() and get_preset() with arguments of wrong types: one sentence, whatever it is."""
 
 import inspect
+from enum import Enum
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TrainingArguments
 
 from hf_memopt import InputError, estimate, get_preset, plan
 from hf_memopt.estimator.job import describe
-from hf_memopt.field_values import _accepts
+from hf_memopt.field_values import _accepts, fit, hints_of
 
 WRONG = [None, 3, -1, 1.5, "", "lora", "float7", "2x3090", [], {}, object(), True, b"x", ("a",), float("nan"), int]
 
@@ -115,3 +117,14 @@ def test_any_value_of_any_argument(name, value, tiny):
 )
 def test_what_is_in_a_container_is_looked_at(hint, value, taken):
     assert _accepts(hint, value) == taken
+
+
+def test_what_arguments_hold_is_taken_as_it_is(tmp_path):
+    """Fields of transformers' enumerations are texts, too; each of their values stays what it was."""
+    hints = hints_of(TrainingArguments)
+    kinds = {name: type(value) for name, value in vars(TrainingArguments(tmp_path, use_cpu=True)).items()}
+    enumerations = {name: kind for name, kind in kinds.items() if name in hints and issubclass(kind, Enum)}
+    assert {"eval_strategy", "save_strategy", "optim", "lr_scheduler_type"} <= enumerations.keys()
+    for name, kind in enumerations.items():
+        for value in kind:
+            assert fit(hints, {name: value}) == {name: value}
