@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import frozen
 import pytest
 from transformers import AutoConfig
 
 from hf_memopt import InputError, MemoryArguments, estimate
+from hf_memopt.units import GIB
 
 SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "vocab_size": 300}
 LLAMA = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 128, "num_hidden_layers": 12}
@@ -120,16 +122,17 @@ def test_under_an_engine(strategy):
 # ---- jobs before they are traced
 
 
-def described(model: str, fields: dict, length: int = 48, hardware: str = "rtx_3060", **settings) -> dict | str:
+def described(model, fields: dict, length: int = 48, hardware: str = "rtx_3060", **settings) -> dict | str:
     """What follows of a job's settings, or the sentence that refuses them."""
     from hf_memopt.estimator.job import describe
     from hf_memopt.estimator.job_checks import attention_heads, divides_heads, facts_of, layers_with_masks
     from hf_memopt.estimator.overheads import batch_bytes
     from hf_memopt.estimator.timing.throughput import unknown_speed
 
-    shape = {**MODELS[model], **settings.pop("shape", {})}
+    if isinstance(model, str):
+        model = AutoConfig.for_model(model, **{**MODELS[model], **settings.pop("shape", {})})
     try:
-        job = describe(AutoConfig.for_model(model, **shape), {**BATCH, **fields}, length, hardware, **settings)
+        job = describe(model, {**BATCH, **fields}, length, hardware, **settings)
     except InputError as error:
         return f"error: {error}"
     answered = {
@@ -146,7 +149,32 @@ def described(model: str, fields: dict, length: int = 48, hardware: str = "rtx_3
         "traced": {name: str(value) for name, value in vars(job.at_depth(job.depths()[0])).items() if name in TRACED},
     }
     names = ("unlike_layers", "positions", "micro_batch_tokens", "attention", "runs_triton", "shares_heads", "rank")
-    return answered | {name: getattr(job, name) for name in names}
+    names += ("method", "shared", "padded", "dequantized")
+    return answered | {name: getattr(job, name) for name in names} | beside_a_trace(job)
+
+
+def beside_a_trace(job) -> dict:
+    """What is added to peaks of some bytes each, and what is said of them."""
+    from hf_memopt.estimator import overheads
+    from hf_memopt.estimator.accounting.ledger import Peak
+
+    phases = ("load", "start", "forward: layers", "backward: head", "between", "eval: logits")
+    peaks = {name: Peak(100 * place, {"gradients": place, "parameters": GIB}) for place, name in enumerate(phases)}
+    paged = 3 * GIB if "paged" in job.fields.get("optim", "") else 0
+    peaks["backward: head"].host, peaks["between"].paged = GIB // 2 if job.method == "full" else 2 * GIB, paged
+    overheads.add_prefetched(peaks, job)
+    with mock.patch.multiple(type(job), kept_batches=1, evaluated_batches=3, concatenates_logits=True):
+        evaluated = overheads.host_bytes(peaks, job, 0, 11)
+    traced = SimpleNamespace(unquantized_experts=job.quantization_config is not None)
+    return {
+        "held": {name: [peak.total, peak.by_kind["gradients"]] for name, peak in peaks.items()},
+        "host": [
+            *(overheads.host_bytes(peaks, job, cached, logits) for cached, logits in ((0, 0), (7, 11))),
+            evaluated,
+        ],
+        "buffers": overheads.optimizer_buffers(job),
+        "notes": [list(overheads.notes(job, traced, peaks, otherwise)) for otherwise in (0, 3 << 20, -5 << 20)],
+    }
 
 
 TRACED = {
@@ -243,6 +271,110 @@ def test_what_follows_of_a_jobs_settings():
     ):
         found[f"{model} {shape}"] = described(model, half, shape=shape)
     frozen.check("jobs_settings", found)
+
+
+def test_what_follows_of_jobs_on_other_devices_of_other_kinds():
+    """Adapters, quantized weights, paged states, engines by fields, shared samples, videos, each in its own words."""
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig, FineGrainedFP8Config
+    from video_models import qwen2_5_vl
+
+    from hf_memopt.video.inputs import VideoInputs
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    some = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1, 2], task_type="CAUSAL_LM")
+    four, eight = BitsAndBytesConfig(load_in_4bit=True), BitsAndBytesConfig(load_in_8bit=True)
+    clip = VideoInputs(frames=4, height=56, width=56, prompt_tokens=5, answer_tokens=3)
+    sees, half = qwen2_5_vl()[0], {"dtype": "bfloat16"}
+    quantized = {**half, "peft_config": lora}
+    four_cards, recovers = {"world_size": 4}, {"memory_args": MemoryArguments()}
+    jobs = {
+        "adapters": ("llama", {}, {"peft_config": lora}),
+        "adapters of some layers": ("llama", {}, {"peft_config": some}),
+        "4 bits": ("llama", {}, {**quantized, "quantization_config": four}),
+        "4 bits, whole": ("llama", {}, {**half, "quantization_config": four}),
+        "4 bits, ZeRO-3": (
+            "llama",
+            {},
+            {**quantized, **four_cards, "strategy": "zero3", "quantization_config": four},
+        ),
+        "8 bits": ("llama", {}, {**quantized, "quantization_config": eight}),
+        "8 bits, FSDP": ("llama", {}, {**quantized, **four_cards, "strategy": "fsdp2", "quantization_config": eight}),
+        "8 bits, CPU": ("llama", {}, {**quantized, "hardware": "cpu", "quantization_config": eight}),
+        "fp8": ("llama", {}, {**quantized, "hardware": "h100_80gb", "quantization_config": FineGrainedFP8Config()}),
+    }
+    for hardware in ("rtx_3060", "mi300x", "radeon_8060s_64gb", "apple_m2_16gb", "cpu"):
+        precision = {"bf16": hardware not in ("apple_m2_16gb",)}
+        jobs[f"paged on {hardware}"] = ("llama", {**precision, "optim": "paged_adamw_8bit"}, {"hardware": hardware})
+        for accumulation in (1, 2, 7):
+            fields = {**precision, "gradient_accumulation_steps": accumulation}
+            jobs[f"{accumulation} on {hardware}"] = ("llama", fields, {"hardware": hardware, **recovers})
+        jobs[f"a clip on {hardware}"] = (sees, precision, {"hardware": hardware, "video": clip, **recovers})
+    jobs |= {
+        "no recovery": ("llama", {}, {"memory_args": MemoryArguments(oom_recovery=False)}),
+        "recovery, DDP": ("llama", {}, {**four_cards, "strategy": "ddp", **recovers}),
+        "workers": ("llama", {"dataloader_num_workers": 3}, {}),
+        "workers, ahead": ("llama", {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 5}, {}),
+        "not pinned": ("llama", {"dataloader_pin_memory": False}, {}),
+        "FSDP1": ("llama", {"fsdp": "full_shard", "fsdp_config": {"version": 1}}, four_cards),
+        "FSDP2, checkpointed": ("llama", {"activation_checkpointing": True}, {**four_cards, "strategy": "fsdp2"}),
+        "FSDP's checkpointing": (
+            "llama",
+            {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
+            four_cards,
+        ),
+        "FSDP's offloading": ("llama", {"fsdp": True, "fsdp_config": {"cpu_offload": True}}, four_cards),
+        "a ring": ("llama", {}, {**four_cards, "strategy": "fsdp2", "shared": 2}),
+        "a ring, odd": ("llama", {}, {**four_cards, "strategy": "fsdp2", "shared": 2, "length": 46}),
+        "a ring, no share": ("llama", {}, {**four_cards, "strategy": "fsdp2", "shared": 3}),
+        "a ring, eager": (
+            "llama",
+            {},
+            {**four_cards, "strategy": "fsdp2", "shared": 2, "attn_implementation": "eager"},
+        ),
+        "a ring, chunks": (
+            "llama",
+            {},
+            {**four_cards, "strategy": "fsdp2", "shared": 2, "memory_args": MemoryArguments(loss_chunk_size=16)},
+        ),
+        "Ulysses": ("llama", {}, {**four_cards, "strategy": "zero2", "shared": 2, "length": 47}),
+        "Ulysses, heads": ("llama", {}, {"world_size": 8, "strategy": "zero2", "shared": 8}),
+        "Ulysses, windows": ("llama", {}, {**four_cards, "strategy": "zero2", "shared": 2, "padded": True}),
+        "DDP, shared": ("llama", {}, {**four_cards, "strategy": "ddp", "shared": 2}),
+        "tensor parallel": ("llama", {}, {**four_cards, "strategy": "tp2"}),
+        "hybrid": ("llama", {}, {**four_cards, "strategy": "hsdp2"}),
+        "both": ("llama", {}, {"world_size": 8, "strategy": "tp2_hsdp2"}),
+        "NVMe": ("llama", {}, {**four_cards, "strategy": "zero3_offload_nvme"}),
+        "graphs": ("llama", {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}, {}),
+        "graphs, CPU": (
+            "llama",
+            {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
+            {"hardware": "cpu"},
+        ),
+        "packed, flash": ("llama", {}, {**half, "packed": True, "attn_implementation": "flash_attention_2"}),
+        "flex": ("llama", {}, {"attn_implementation": "flex_attention"}),
+        "window, CPU": ("llama", {}, {"hardware": "cpu", "memory_args": MemoryArguments(sliding_window=16)}),
+        "blocks": ("llama", {}, {"memory_args": MemoryArguments(sparse_block_size=16)}),
+        "pairs of texts": ("bert", {}, {"task": "feature-extraction"}),
+        "positions, a table": ("gpt2", {}, {"length": 129}),
+        "positions, all of a table": ("gpt2", {}, {"length": 128}),
+        "positions, none": ("t5", {}, {"length": 1000}),
+        "no rank": ("llama", {}, {**four_cards, "strategy": "ddp", "rank": 4}),
+        "last rank": ("llama", {}, {**four_cards, "strategy": "ddp", "rank": 3}),
+        "text of a video model": (sees, {}, {}),
+        "clips": (sees, {}, {"video": replace(clip, settings={"size": {"shortest_edge": 784, "longest_edge": 3136}})}),
+        "clips, tower frozen": (
+            sees,
+            {},
+            {"video": clip, "frozen": ("vision",), "hardware": "apple_m2_16gb", **recovers},
+        ),
+        "clips within a budget": (sees, {}, {"video": clip, "memory_args": MemoryArguments(max_tokens_per_batch=50)}),
+    }
+    found = {}
+    for name, (model, fields, settings) in jobs.items():
+        fields = {} if settings.get("hardware") == "apple_m2_16gb" else {"bf16": True, **fields}
+        found[name] = described(model, {"optim": "adamw_torch", **fields, **jobs[name][1]}, **settings)
+    frozen.check("jobs_of_other_kinds", found)
 
 
 # ---- what is made of traces
