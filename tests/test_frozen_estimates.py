@@ -127,7 +127,10 @@ def described(model, fields: dict, length: int = 48, hardware: str = "rtx_3060",
     from hf_memopt.estimator.job import describe
     from hf_memopt.estimator.job_checks import attention_heads, divides_heads, facts_of, layers_with_masks
     from hf_memopt.estimator.overheads import batch_bytes
-    from hf_memopt.estimator.timing.throughput import unknown_speed
+    from hf_memopt.estimator.timing.own_runs import speed_setup
+    from hf_memopt.estimator.timing.speed_errors import find_error, job_kind
+    from hf_memopt.estimator.timing.step_time import StepTime
+    from hf_memopt.estimator.timing.throughput import counted_job, unknown_speed
 
     if isinstance(model, str):
         model = AutoConfig.for_model(model, **{**MODELS[model], **settings.pop("shape", {})})
@@ -135,6 +138,7 @@ def described(model, fields: dict, length: int = 48, hardware: str = "rtx_3060",
         job = describe(model, {**BATCH, **fields}, length, hardware, **settings)
     except InputError as error:
         return f"error: {error}"
+    counted = counted_job(job)
     answered = {
         "batch": {name: f"{list(size)} {dtype}" for name, (size, dtype) in job.batch.items()},
         "bytes": [batch_bytes(job), batch_bytes(job, 512)],
@@ -144,7 +148,11 @@ def described(model, fields: dict, length: int = 48, hardware: str = "rtx_3060",
         "trained": len(job.trained_sizes()),
         "heads": [attention_heads(job.config), divides_heads(job.config, 2), divides_heads(job.config, 8)],
         "masks": sorted(layers_with_masks(job.config)),
-        "speed": unknown_speed(job),
+        "speed": [unknown_speed(job), job_kind(job), find_error(job_kind(job), job.device) is None],
+        "step": {name: value for name, value in vars(StepTime.of(job, 10**6, 10**8)).items() if name != "device"},
+        "counted": counted
+        and [counted.world_size, counted.rank, counted.shared, counted.engine.strategy, counted.fields[ACCUMULATION]],
+        "setup": speed_setup(job, "any job"),
         "refused": [str(refusal) for refusal in facts_of(job).refusals()],
         "traced": {name: str(value) for name, value in vars(job.at_depth(job.depths()[0])).items() if name in TRACED},
     }
@@ -157,6 +165,7 @@ def beside_a_trace(job) -> dict:
     """What is added to peaks of some bytes each, and what is said of them."""
     from hf_memopt.estimator import overheads
     from hf_memopt.estimator.accounting.ledger import Peak
+    from hf_memopt.estimator.timing.throughput import _waits
 
     phases = ("load", "start", "forward: layers", "backward: head", "between", "eval: logits")
     peaks = {name: Peak(100 * place, {"gradients": place, "parameters": GIB}) for place, name in enumerate(phases)}
@@ -173,10 +182,12 @@ def beside_a_trace(job) -> dict:
             evaluated,
         ],
         "buffers": overheads.optimizer_buffers(job),
+        "waits": [frozen.figures(_waits(job, peaks, *seconds)) for seconds in ((0.3, 0.3), (0.3, 0.25), (0.02, 0.02))],
         "notes": [list(overheads.notes(job, traced, peaks, otherwise)) for otherwise in (0, 3 << 20, -5 << 20)],
     }
 
 
+ACCUMULATION = "gradient_accumulation_steps"
 TRACED = {
     "fields",
     "backend",
@@ -185,6 +196,10 @@ TRACED = {
     "capability",
     "fp8",
     "padded",
+    "shared",
+    "attention",
+    "eval_batch",
+    "dequantized",
     "evaluated",
     "world_size",
     "rank",

@@ -101,6 +101,7 @@ def test_what_was_not_compared_says_so():
     assert "not compared with any run" in describe_error(PCIE, get_hardware("rtx_5090"))
     assert predicted_within(None) == "predicted, not compared with any run"
     assert predicted_within(0.15) == "predicted ±15%"
+    assert predicted_within(0.25, SimpleNamespace(counted="2 runs")) == "predicted ±25%, from 2 runs"
 
 
 @pytest.mark.slow
