@@ -171,6 +171,7 @@ def beside_a_trace(job) -> dict:
     peaks = {name: Peak(100 * place, {"gradients": place, "parameters": GIB}) for place, name in enumerate(phases)}
     paged = 3 * GIB if "paged" in job.fields.get("optim", "") else 0
     peaks["backward: head"].host, peaks["between"].paged = GIB // 2 if job.method == "full" else 2 * GIB, paged
+    peaks["forward: layers"].host = GIB // 8
     overheads.add_prefetched(peaks, job)
     with mock.patch.multiple(type(job), kept_batches=1, evaluated_batches=3, concatenates_logits=True):
         evaluated = overheads.host_bytes(peaks, job, 0, 11)
