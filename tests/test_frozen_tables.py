@@ -1242,3 +1242,91 @@ def test_work_of_operators():
                 assert (forward.flops, backward.flops) == (whole, whole * 5 // 2)
             found[f"attention {name} {causal}"] = [str(forward), str(backward)]
     checked("work", found)
+
+
+# ---- engines
+
+ZERO = {
+    "none": {},
+    "0": {"stage": 0},
+    "1": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "2": {"stage": 2, "reduce_bucket_size": 7},
+    "2 auto": {"stage": 2, "reduce_bucket_size": "auto", "offload_optimizer": {}},
+    "3": {"stage": 3, "stage3_max_live_parameters": 5, "stage3_max_reuse_distance": 9, "sub_group_size": 0},
+    "3 auto": {"stage": 3, "stage3_max_live_parameters": "auto", "sub_group_size": "auto"},
+    "3 quantized": {"stage": 3, "zero_quantized_weights": True, "offload_optimizer": {"device": "nvme"}},
+}
+LIMITS = ("live_weights", "gradient_bucket", "step_group")  # of a configuration
+CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_offload": True}
+SHARDED = (
+    *({"version": version} for version in (1, "1", 2, 3)),
+    *({"activation_checkpointing": value} for value in ("true", "no", False)),
+    *(
+        {"reshard_after_forward": value}
+        for value in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "false", "0", "N", "on", True, None)
+    ),
+    *({"cpu_offload": "1"}, {"cpu_offload": True, "version": 1}, {"xla": True}, {"xla": "0"}, {"unknown": 1}),
+    *({"activation_checkpointing_offload": True}, {"auto_wrap_policy": "NO_WRAP"}),
+    *(CHECKPOINTED, {**CHECKPOINTED, "version": 1}),
+)
+
+
+def test_engines_and_their_settings():
+    """All that an engine says of itself, by name, by a DeepSpeed configuration and by FSDP's settings."""
+    from hf_memopt.engines import FSDP, DeepSpeed, engine_named
+    from hf_memopt.engines.deepspeed import deepspeed_files, missing_batch_size, numeric_batch_sizes, shipped_deepspeed
+    from hf_memopt.engines.engine import is_true
+    from hf_memopt.engines.fsdp import fsdp_settings
+    from hf_memopt.engines.mesh import Mesh, is_mesh, mesh_strategy, mesh_words
+
+    names = ("none", "ddp", "fsdp2", "fsdp2_offload_cpu", "tp2", "hsdp4", "tp2_hsdp2", "tp1")
+    engines = {name: (engine_named(name), {}) for name in (*names, *(file.stem for file in deepspeed_files()))}
+    for name, zero in ZERO.items():
+        config = {"optimizer": {}, "train_batch_size": 24} if name == "1" else {}
+        engines[f"ZeRO {name}"] = DeepSpeed.of_config({**config, "zero_optimization": zero}), {}
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 23}
+    for name, number in itertools.product(sizes, (0, 1)):
+        engines[f"{name}+{number}"] = DeepSpeed.of_config({name: sizes[name] + number}), {}
+    for settings in SHARDED:
+        engines[f"FSDP {settings}"] = answered(FSDP.of_settings, settings), {"fsdp_config": settings}
+    fields = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    found = {}
+    for name, (engine, settings) in engines.items():
+        if isinstance(engine, str):
+            found[name] = engine
+            continue
+        known = engine.family != "deepspeed" or engine.deepspeed is not None
+        lists = [one for one in dir(engine) if one[0] != "_" and (known or one not in LIMITS)]
+        found[name] = {
+            **{one: getattr(engine, one) for one in lists if not callable(getattr(engine, one))},
+            "setup": engine.setup(),
+            "peak ranks": [engine.peak_rank(ranks) for ranks in (1, 4)],
+            "bytes": engine.rank_bytes(4, 1000, 100, 400.0, 50.0) | {"on host": engine.host_bytes(4, 1000, 100)},
+            "widened": engine.rank_bytes(4, 1000, 100, 200.0, 50.0),
+            "sent": engine.exchanged(1000, 100),
+            "mesh": {ranks: answered(engine.mesh, ranks) for ranks in (1, 2, 4, 6, 8)},
+            "traced": engine.traceable({"deepspeed": {"train_batch_size": 8}, "bf16": True}),
+            "refused": answered(engine.check, {**fields, **settings}, 4) if known else None,
+            "started": answered(engine.fields, {"fsdp_config": {"fsdp_version": 1, "use_orig_params": True}}),
+        }
+    for fsdp in (None, "", "full_shard", "shard_grad_op auto_wrap", "full_shard offload", ["offload"], True, "shard"):
+        for config in (None, {"fsdp_cpu_offload": False}, {"reshard_after_forward": 1}, '{"version": 1}'):
+            found[f"settings {fsdp} {config}"] = answered(fsdp_settings, fsdp, config)
+    for sizes in itertools.product((1, 2, 4), repeat=3):
+        shared = Mesh(*sizes)
+        found[f"mesh {sizes}"] = shared.batches, shared.strategy
+    words = ("tp2", "hsdp8", "tp2_hsdp4", "tp0", "tp2hsdp4", "_hsdp4", "zero3", "")
+    found["words"] = [(word, is_mesh(word), mesh_words(word)) for word in words] + [is_mesh(None)]
+    found["named"] = [mesh_strategy(*sizes) for sizes in ((None, None), (2, None), (None, 4), (2, 4))]
+    found["true"] = [
+        value for value in (True, "TRUE", 1, "1", "yes", "y", "on", "t", 2, None, "", "off") if is_true(value)
+    ]
+    for config in (
+        {},
+        {"train_batch_size": 8},
+        {"train_batch_size": None},
+        {"train_micro_batch_size_per_gpu": "auto"},
+    ):
+        found[f"sizes {config}"] = numeric_batch_sizes(config), missing_batch_size(config)
+    found["shipped"] = [shipped_deepspeed(name) and name for name in ("zero2", "zero4", "zero2.json")]
+    checked("engines", found)
