@@ -1330,3 +1330,74 @@ def test_engines_and_their_settings():
         found[f"sizes {config}"] = numeric_batch_sizes(config), missing_batch_size(config)
     found["shipped"] = [shipped_deepspeed(name) and name for name in ("zero2", "zero4", "zero2.json")]
     checked("engines", found)
+
+
+# ---- deep models from shallow ones
+
+
+class Layers:
+    """What of a configuration says how its layers differ."""
+
+    model_type, is_encoder_decoder = "made", False
+
+    def __init__(self, depth: int, **fields):
+        self.num_hidden_layers = depth
+        vars(self).update(fields)
+
+    def get_text_config(self):
+        return self
+
+
+PATTERNS = {
+    "alike": lambda depth: {},
+    "every second": lambda depth: {"decoder_sparse_step": 2},
+    "two and three": lambda depth: {"attn_layer_period": 2, "expert_layer_period": 3},
+    "none": lambda depth: {"moe_layer_interval": 0, "moe_layer_freq": [1] * (depth + 1)},
+    "behind one": lambda depth: {"first_k_dense_replace": 1},
+    "behind five": lambda depth: {"first_k_dense_replace": 5, "num_dense_layers": 2, "moe_layer_freq": 2},
+    "first listed": lambda depth: {"mlp_only_layers": [0, 1]},
+    "every third listed": lambda depth: {"moe_layers": list(range(2, depth, 3))},
+    "one listed": lambda depth: {"mlp_only_layers": [depth // 2]},
+    "alternating": lambda depth: {"layer_types": ["a", "b"] * (depth // 2) + ["a"] * (depth % 2)},
+    "five to one": lambda depth: {"layer_types": (["a"] * 5 + ["b"]) * (depth // 6) + ["a"] * (depth % 6)},
+    "all others": lambda depth: {"widths": list(range(depth))},
+    "last is another": lambda depth: {"layer_types": ["a"] * (depth - 1) + ["b"]},
+    "as deep a decoder": lambda depth: {"is_encoder_decoder": True, "num_decoder_layers": depth},
+    "a deeper decoder": lambda depth: {"is_encoder_decoder": True, "num_decoder_layers": depth + 1},
+}
+
+
+def test_depths_that_are_traced_and_what_they_say_of_deep_ones():
+    from hf_memopt.estimator.accounting.ledger import STACK, Moment, Peak
+    from hf_memopt.estimator.tracing import extrapolate
+
+    found = {}
+    for (name, pattern), depth in itertools.product(PATTERNS.items(), (1, 2, 6, 7, 8, 9, 12, 13, 24, 30)):
+        config = Layers(depth, **pattern(depth))
+        depths = [
+            extrapolate.shallow_depths(config, fewest, every)
+            for fewest, every in ((3, 1), (4, 1), (10, 1), (3, 2), (3, 3))
+        ]
+        shallow = vars(extrapolate.with_depth(config, 4 if depth > 4 else depth))
+        found[f"{name} {depth}"] = [extrapolate.layer_period(config), depths, list(shallow.values())]
+    found["counted"] = [extrapolate.count_layers(Layers(depth)) for depth in (3, 0, -1, None, 2.0, True)]
+
+    def moments(depth: int) -> dict:
+        """Peaks that grow with the depth and from layer to layer; of host memory and paged states, too."""
+        made = {Moment("start", 0, None): Peak(10 * depth, {"a": 10 * depth}, depth, 3 * depth)}
+        for stack, layer in itertools.product((0, 1), range(depth)):
+            sizes = {"a": 7 * depth + layer, "b": 100 - layer, "c": max(0, 30 - 9 * depth)}
+            made[Moment(f"layer {stack}", 1 + stack, stack * STACK + layer)] = Peak(sum(sizes.values()), sizes, layer)
+        return made | {Moment("start", 1, None): Peak(9 * depth + 5, {"b": 9 * depth + 5})}
+
+    for dense, (low, high), by_layer, unlike in itertools.product((0, 1), ((3, 4), (4, 6)), (True, False), (0, 1, 2)):
+        config, traces = Layers(12, first_k_dense_replace=dense), [moments(low), moments(high)]
+        peaks = extrapolate.extrapolate_peaks(config, (low, high), traces, by_layer, unlike)
+        found[f"peaks {dense} {low} {by_layer} {unlike}"] = list(peaks.items())
+        places = [place for place, _ in extrapolate._placed(moments(high), high, low, dense + unlike, by_layer)]
+        found[f"places {dense} {low} {by_layer} {unlike}"] = places
+    found["whole"] = list(extrapolate.extrapolate_peaks(Layers(4), (4,), [moments(4)]).items())
+    deep = extrapolate.highest((moment.segment, peak) for moment, peak in moments(12).items())
+    wanted = extrapolate.extrapolate_peaks(Layers(12), (4, 6), [moments(4), moments(6)])
+    assert {name: peak.total for name, peak in wanted.items()} == {name: peak.total for name, peak in deep.items()}
+    checked("depths", found)
