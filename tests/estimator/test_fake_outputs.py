@@ -1,7 +1,9 @@
 """Outputs that are remembered by shapes are what FakeTensorMode returns."""
 
 import copy
+import itertools
 
+import frozen
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -176,3 +178,141 @@ def test_what_goes_to_the_host_leaves_the_device():
         assert (ledger._total, ledger._totals[HOST], ledger._totals["optimizer"]) == (6144, 0, 4096)
         ledger.classify(second, "optimizer")  # from kind to kind it stays where it is
         assert (ledger._total, ledger._totals["optimizer"], ledger._totals["other"]) == (6144, 6144, 0)
+
+
+half, aten = torch.bfloat16, torch.ops.aten
+SDPA = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def attention(dtype, backward=False):
+    query, keys = torch.empty(2, 4, 6, 8, dtype=dtype), torch.empty(2, 4, 10, 8, dtype=dtype)
+    out, scales = SDPA(query, keys, torch.empty(2, 4, 10, 16, dtype=dtype) if not backward else keys)
+    if not backward:
+        return out, scales
+    function = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return function(out, query, keys, keys, out, scales, 0.0, False)
+
+
+def ctc(lengths, backward=False):
+    probabilities, targets = torch.empty(50, 3, 20), torch.empty(3, 9, dtype=torch.long)
+    frames = torch.empty(3, dtype=torch.long)
+    lengths = torch.empty(3, dtype=torch.long) if lengths is None else torch.tensor(lengths)
+    losses, alphas = aten._ctc_loss.Tensor(probabilities, targets, frames, lengths)
+    if not backward:
+        return losses, alphas
+    backward = aten._ctc_loss_backward.Tensor
+    return [backward(losses, probabilities, targets, frames, lengths, losses, alphas, 0)]
+
+
+def normed(needed):
+    given, weight = torch.empty(4, 6, 8, dtype=half), torch.empty(8, dtype=half)
+    out, scales = aten._fused_rms_norm.default(given, [8], weight, 1e-5)
+    return [out, scales, *aten._fused_rms_norm_backward.default(out, given, [8], scales, weight, needed)]
+
+
+def known(values, dtype=torch.long):
+    return torch.tensor(values, dtype=dtype)
+
+
+def changed(make):
+    tensor = torch.zeros(4)
+    make(tensor)
+    return [tensor]
+
+
+REPLACED = {
+    **{f"attention {dtype}": lambda dtype=dtype: attention(dtype) for dtype in (half, torch.float16, torch.float32)},
+    "attention backward": lambda: attention(half, backward=True),
+    "dropout": lambda: aten.native_dropout.default(torch.empty(6, dtype=half), 0.1, True),
+    "dropout backward": lambda: [
+        aten.native_dropout_backward.default(torch.empty(6), torch.empty(6, dtype=torch.bool), 2.0)
+    ],
+    **{
+        f"norm {needed}": lambda needed=needed: normed(needed)
+        for needed in ([True, True], [True, False], [False, True])
+    },
+    **{
+        f"experts {left} {right}": lambda left=left, right=right: [
+            aten._grouped_mm.default(torch.empty(left), torch.empty(right), torch.empty(3, dtype=torch.int32))
+        ]
+        for left, right in (((8, 12), (12, 5)), ((12, 8), (3, 8, 5)), ((3, 12, 8), (8, 5)), ((3, 12, 8), (3, 8, 5)))
+    },
+    "experts wide": lambda: [
+        aten._grouped_mm.default(torch.empty(2, 3, 4), torch.empty(2, 4, 5), None, None, torch.half)
+    ],
+    **{f"ctc {lengths}": lambda lengths=lengths: ctc(lengths) for lengths in (None, [2, 5, 1])},
+    "ctc backward": lambda: ctc([2, 5, 1], backward=True),
+    **{f"svd {size}": lambda size=size: torch.linalg.svd(torch.empty(size), False) for size in ((6, 4), (4, 6))},
+    **{
+        f"{name} {dtype} {to}": lambda name=name, dtype=dtype, to=to: [
+            getattr(torch, name)(torch.empty(1000, dtype=dtype), **({} if to is None else {"dtype": to}))
+        ]
+        for name in ("sum", "mean")
+        for dtype in (half, torch.float32, torch.long)
+        for to in (None, half, torch.float32)
+        if not (name == "mean" and dtype is torch.long and to is None)
+    },
+    "norm of halves": lambda: [torch.linalg.vector_norm(torch.empty(1000, dtype=half), dtype=torch.float32)],
+    "mean of rows": lambda: [torch.empty(10, 100, dtype=half).mean(-1), torch.empty(10, 100, dtype=half).sum(-1)],
+    "places of unknown": lambda: [torch.empty(3, 4, dtype=torch.bool).nonzero()],
+    "places of known": lambda: [known([0, 1, 1]).nonzero()],
+    "selected": lambda: [torch.empty(3, 1).masked_select(torch.empty(4, dtype=torch.bool))],
+    "distinct": lambda: torch.unique(torch.empty(3, 4, dtype=torch.long), return_inverse=True, return_counts=True),
+    "distinct known": lambda: torch.unique(known([3, 3, 1]), return_inverse=True, return_counts=True),
+    "distinct rows": lambda: torch.unique(torch.empty(3, 4), dim=1, return_inverse=True, return_counts=True),
+    "distinct neighbours": lambda: torch.unique_consecutive(
+        torch.empty(3, 4), return_inverse=True, return_counts=True
+    ),
+    "by a known mask": lambda: [torch.empty(4, 5)[known([0, 1, 1, 0], torch.bool)]],
+    "by an unknown mask": lambda: [
+        torch.empty(4, 5)[torch.empty(4, dtype=torch.bool)],
+        torch.empty(4)[None, known([1])],
+    ],
+    "by a mask of two": lambda: [torch.empty(4, 5)[torch.empty(4, 5, dtype=torch.bool)]],
+    "by bytes": lambda: [torch.empty(4, 5)[torch.empty(4, dtype=torch.uint8)]],
+    "no padding": lambda: [torch.empty(4) == 0, torch.empty(4, dtype=torch.long) == 0, torch.empty(4) == 1],
+    "highest": lambda: [torch.rand(1), torch.rand(2), torch.rand(()), torch.rand(1, dtype=torch.half)],
+    "known": lambda: [known([1, 2]) + 1, known([2]).expand(3), torch.full((2,), 3), torch.arange(2).float() / 2],
+    "set": lambda: changed(lambda it: it[1:].fill_(7)) + changed(lambda it: it.add_(torch.empty(4))),
+    "of a view": lambda: changed(lambda it: it[1:].add_(torch.empty(3))) + changed(lambda it: it.uniform_()),
+    "large": lambda: [torch.zeros(2**16), torch.zeros(2**16 + 1), torch.zeros(2**9, dtype=torch.bool)],
+    "of tensors": lambda: [
+        torch.tensor([known(3), known(4)]),
+        torch.stack([known(3), known(4)]),
+        torch.cat([known([1])] * 2),
+    ],
+    "items": lambda: [
+        torch.empty(known(3).item()),
+        torch.empty(known([1, 2]).tolist()),
+        torch.empty(int(torch.empty(()))),
+    ],
+    "conditions": lambda: [
+        torch.empty(1 + bool(flag))
+        for flag in (torch.empty(3).all(), (torch.empty(3, dtype=torch.long) == 5).any(), (torch.empty(3) == 5).all())
+    ],
+}
+
+
+def test_outputs_and_allocations_of_operators_with_kernels_of_their_own():
+    found = {}
+    for backend in ("cuda", "cpu"):
+        with fake_world(backend):
+            for name, make in REPLACED.items():
+                for padded in (False, True) if name == "conditions" else (False,):
+                    with FakeLedger(padded, accelerator=backend != "cpu") as ledger:
+                        found[f"{name} {backend} {padded}"] = told(ledger, make)
+    frozen.check("replaced_kernels", found)
+
+
+def told(ledger, make) -> list:
+    """Shape, strides, type and value of each output, and bytes of the peak."""
+    ledger.begin("forward", "activations")
+    outputs = list(make())
+    values = [None if each is None else known_value(each) for each in outputs]
+    return [
+        [
+            None if each is None else f"{list(each.shape)} {list(each.stride())} {each.dtype}",
+            None if value is None or value.numel() > 9 else value.tolist(),
+        ]
+        for each, value in zip(outputs, values, strict=True)
+    ] + [ledger.peaks["forward"].total]

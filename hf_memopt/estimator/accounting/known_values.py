@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from hf_memopt.estimator.private_names import Part
 
 _USED = Part.EVERY_JOB.relies_on(
-    "torch._subclasses.fake_tensor:unset_fake_temporarily()", why="operators on known values run for real"
+    "torch._C:_DisableTorchDispatch",
+    "torch._subclasses.fake_tensor:unset_fake_temporarily()",
+    why="operators on known values run for real",
 )
 _aten = torch.ops.aten
 _MAX_ELEMENTS = 2**23  # nothing asks for the values of larger tensors, such as masks of tokens × tokens
@@ -52,7 +54,7 @@ def known_value(tensor) -> torch.Tensor | None:
 
 def known_item(tensor):
     """The number that a tensor of one element holds."""
-    with unset_fake_temporarily():
+    with torch._C._DisableTorchDispatch():  # a ledger that is on would be asked, which does not know real tensors
         return known_value(tensor).item()
 
 
