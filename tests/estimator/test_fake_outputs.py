@@ -1,7 +1,6 @@
 """Outputs that are remembered by shapes are what FakeTensorMode returns."""
 
 import copy
-import itertools
 
 import frozen
 import pytest
