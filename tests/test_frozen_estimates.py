@@ -309,11 +309,7 @@ def test_what_follows_of_jobs_on_other_devices_of_other_kinds():
         "adapters of some layers": ("llama", {}, {"peft_config": some}),
         "4 bits": ("llama", {}, {**quantized, "quantization_config": four}),
         "4 bits, whole": ("llama", {}, {**half, "quantization_config": four}),
-        "4 bits, ZeRO-3": (
-            "llama",
-            {},
-            {**quantized, **four_cards, "strategy": "zero3", "quantization_config": four},
-        ),
+        "4 bits, ZeRO-3": ("llama", {}, {**quantized, **four_cards, "strategy": "zero3", "quantization_config": four}),
         "8 bits": ("llama", {}, {**quantized, "quantization_config": eight}),
         "8 bits, FSDP": ("llama", {}, {**quantized, **four_cards, "strategy": "fsdp2", "quantization_config": eight}),
         "8 bits, CPU": ("llama", {}, {**quantized, "hardware": "cpu", "quantization_config": eight}),

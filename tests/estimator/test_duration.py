@@ -5,12 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.timing.duration import (
-    Amount,
-    duration,
-    run_duration,
-    training_steps,
-)
+from hf_memopt.estimator.timing.duration import Amount, duration, run_duration, training_steps
 from hf_memopt.units import read_number
 
 

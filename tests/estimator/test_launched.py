@@ -112,24 +112,9 @@ def test_a_launchers_words_are_told_from_the_scripts(command, by, own, script):
         (f"accelerate launch --num_processes 2 {FSDP.format(2)} train.py", None, "fsdp2", 2),
         slow(f"accelerate launch --num_processes 2 {FSDP.format(1)} train.py", None, "fsdp2", 2),
         slow("accelerate launch --num_processes 4 --multi_gpu train.py", None, "ddp", 4),
-        slow(
-            "accelerate launch --num_processes 2 --use_deepspeed --zero_stage 2 train.py",
-            None,
-            "zero2",
-            2,
-        ),
-        slow(
-            f"accelerate launch --config_file {YAML}/a100_80gb_x8_zero2.yaml train.py --bf16",
-            None,
-            "zero2",
-            8,
-        ),
-        slow(
-            f"accelerate launch --config_file {YAML}/a100_80gb_x8_fsdp2.yaml train.py --bf16",
-            8,
-            "fsdp2",
-            8,
-        ),
+        slow("accelerate launch --num_processes 2 --use_deepspeed --zero_stage 2 train.py", None, "zero2", 2),
+        slow(f"accelerate launch --config_file {YAML}/a100_80gb_x8_zero2.yaml train.py --bf16", None, "zero2", 8),
+        slow(f"accelerate launch --config_file {YAML}/a100_80gb_x8_fsdp2.yaml train.py --bf16", 8, "fsdp2", 8),
         slow(f"accelerate launch --config_file {YAML}/a100_80gb_x8_zero3.yaml preset.py", None, "zero3", 8),
         slow("accelerate launch --num_processes 1 train.py", None, "none", 1),
     ],
@@ -155,11 +140,7 @@ def test_processes_that_would_each_train_alone_are_refused(job):
 @pytest.mark.parametrize(
     ("command", "devices", "message"),
     [
-        (
-            "preset.py",
-            1,
-            "a100_80gb_x8 is for 8 devices, and this dry run has one: add --hardware a100_80gb_x8",
-        ),
+        ("preset.py", 1, "a100_80gb_x8 is for 8 devices, and this dry run has one: add --hardware a100_80gb_x8"),
         ("preset.py", 8, "has strategy=zero3, which `accelerate launch` starts, and here ddp is launched"),
         ("accelerate launch --num_processes 8 --multi_gpu train.py", 4, "accelerate starts 8 process(es)"),
         ("accelerate launch --config_file gone.yaml train.py", None, "`gone.yaml` does not exist"),

@@ -135,7 +135,7 @@ ARGUMENTS = [
         held_out=0,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
-    ),
+    )
 ]
 
 

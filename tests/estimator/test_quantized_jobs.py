@@ -19,12 +19,7 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator import assembly, estimate
 from hf_memopt.estimator.accounting.ledger import _parts
 from hf_memopt.estimator.quantized_checkpoints import quantization_notes
-from hf_memopt.estimator.tracing.fake_quantization import (
-    _DEQUANTIZED_BYTES,
-    loaded_tensors,
-    quantize,
-    staged_bytes,
-)
+from hf_memopt.estimator.tracing.fake_quantization import _DEQUANTIZED_BYTES, loaded_tensors, quantize, staged_bytes
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 from hf_memopt.estimator.tracing.model import ModelSettings
 from hf_memopt.estimator.tracing.quantized_linear import SCHEMES

@@ -74,17 +74,10 @@ JOBS = {
     ],
     Part.BITSANDBYTES: [{**FSDP2, **FOUR_BITS}, EIGHT_BITS, {"optim": "paged_ademamix_32bit"}],
     Part.FP8: [FP8],
-    Part.OPTIMIZERS: [
-        {"optim": "adamw_torch_8bit"},
-    ],
+    Part.OPTIMIZERS: [{"optim": "adamw_torch_8bit"}],
     Part.PEFT: [
         {"peft_config": kind(target_modules=["q_proj", "v_proj"], **settings)}
-        for kind, settings in (
-            (BOFTConfig, {}),
-            (ShiraConfig, {"r": 4}),
-            (UniLoraConfig, {}),
-            (FrodConfig, {}),
-        )
+        for kind, settings in ((BOFTConfig, {}), (ShiraConfig, {"r": 4}), (UniLoraConfig, {}), (FrodConfig, {}))
     ],
     Part.OFFLOADED_INPUTS: [
         {"more": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}}

@@ -55,10 +55,7 @@ def test_patterns_of_layers_are_cut_and_repeated():
         ({"hidden_size": 384.5}, "model.hidden_size=384.5"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be a whole number from 1"),
         ({"hidden_size": 392, "num_attention_heads": 7}, "num_key_value_heads=8 does not divide"),
-        (
-            {"hidden_size": 391},
-            "num_attention_heads=32 does not divide hidden_size=391: set model.num_atten",
-        ),
+        ({"hidden_size": 391}, "num_attention_heads=32 does not divide hidden_size=391: set model.num_atten"),
     ],
 )
 def test_sizes_that_no_model_has(changes, message):
