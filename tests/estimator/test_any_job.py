@@ -16,11 +16,7 @@ from hf_memopt.estimator import Estimate, estimate
 from hf_memopt.estimator.tracing.tasks import TASKS
 
 _SIZES = {
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 64,
-    "intermediate_size": 48,
+    **{"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 48},
 }
 _MODELS = {
     "llama": _SIZES,

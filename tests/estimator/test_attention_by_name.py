@@ -23,13 +23,8 @@ from hf_memopt.hardware.attention_kernels import FLASH, HUB_KERNELS, check_atten
 from hf_memopt.video.inputs import VideoInputs
 
 SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "vocab_size": 500,
-    "num_hidden_layers": 3,
+    **{"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 2048, "vocab_size": 500, "num_hidden_layers": 3},
 }
 CARDS = {"flash_attention_2": "rtx_4090", "flash_attention_3": "h100_80gb", "flash_attention_4": "b200"}
 # Batch, tokens, heads, key-value heads, head size of the calls below; 1,000 tokens are 1,024 in blocks of 64 and 128.

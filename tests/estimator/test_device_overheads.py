@@ -15,13 +15,8 @@ from hf_memopt.hardware.constants import assumed
 from hf_memopt.units import GIB, MIB
 
 SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "vocab_size": 8000,
-    "num_hidden_layers": 4,
+    **{"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 512, "vocab_size": 8000, "num_hidden_layers": 4},
 }
 
 
@@ -61,14 +56,8 @@ def reserved(*sizes):
 
 
 HEAPS = [
-    ([1000], 8 * MIB),
-    ([MIB] * 8, 8 * MIB),
-    ([MIB] * 9, 16 * MIB),
-    ([MIB + 1], 32 * MIB),
-    ([9 * MIB] * 3, 32 * MIB),
-    ([9 * MIB] * 4, 64 * MIB),
-    ([10 * MIB], GIB),
-    ([500 * MIB, 500 * MIB], GIB),
+    *(([1000], 8 * MIB), ([MIB] * 8, 8 * MIB), ([MIB] * 9, 16 * MIB), ([MIB + 1], 32 * MIB)),
+    *(([9 * MIB] * 3, 32 * MIB), ([9 * MIB] * 4, 64 * MIB), ([10 * MIB], GIB), ([500 * MIB, 500 * MIB], GIB)),
     ([500 * MIB, 10 * MIB, 9 * MIB], GIB),  # a heap with room serves smaller ones too
     ([512 * MIB], 512 * MIB),
     ([600 * MIB + 1], 602 * MIB),
@@ -113,14 +102,9 @@ def test_mps_reserves_heaps():
 def test_logits_are_on_the_host_twice_where_steps_are_concatenated(subtests):
     """Of unified memory, numpy's arrays of what was not moved in steps are torch's."""
     for evaluated, kept, hardware, concatenates, times in [
-        (0, 0, "rtx_4090", True, 0),
-        (5, 5, "rtx_4090", True, 5),
-        (5, 4, "rtx_4090", True, 10),
-        (5, 1, "rtx_4090", False, 5),
-        (0, 0, "apple_m2_16gb", True, 0),
-        (5, 5, "apple_m2_16gb", True, 0),
-        (5, 4, "apple_m2_16gb", True, 10),
-        (5, 4, "apple_m2_16gb", False, 5),
+        *((0, 0, "rtx_4090", True, 0), (5, 5, "rtx_4090", True, 5), (5, 4, "rtx_4090", True, 10)),
+        *((5, 1, "rtx_4090", False, 5), (0, 0, "apple_m2_16gb", True, 0), (5, 5, "apple_m2_16gb", True, 0)),
+        *((5, 4, "apple_m2_16gb", True, 10), (5, 4, "apple_m2_16gb", False, 5)),
     ]:
         with subtests.test(f"{kept} of {evaluated} on {hardware}, {concatenates}"):
             device = get_hardware(hardware)

@@ -18,16 +18,7 @@ def folder(tmp_path, monkeypatch):
 
 
 CARDS = (
-    "rtx_4090",
-    "t4",
-    "v100_32gb",
-    "a100_40gb",
-    "h100_80gb",
-    "b200",
-    "l40s",
-    "mi300x",
-    "rx_7900_xtx",
-    "rx_6750_xt",
+    *("rtx_4090", "t4", "v100_32gb", "a100_40gb", "h100_80gb", "b200", "l40s", "mi300x", "rx_7900_xtx", "rx_6750_xt"),
 )
 
 

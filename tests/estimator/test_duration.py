@@ -49,18 +49,10 @@ def test_steps_of_a_trainer_are_counted():
     settings = {"max_steps": -1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     settings |= {"dataloader_drop_last": False, "num_train_epochs": 1}
     for more, samples, devices, steps in [
-        ({}, 12, 1, 2),
-        ({}, 13, 1, 3),
-        ({}, 12, 2, 1),
-        ({}, 13, 2, 2),
-        ({}, 1, 1, 1),
-        ({"dataloader_drop_last": True}, 13, 1, 2),
-        ({"dataloader_drop_last": True}, 1, 1, 1),
-        ({"num_train_epochs": 1.5}, 13, 1, 5),
-        ({"max_steps": 7}, 13, 1, 7),
-        ({"max_steps": 1}, None, 1, 1),
-        ({"max_steps": 0}, 13, 1, 3),
-        ({}, None, 1, None),
+        *(({}, 12, 1, 2), ({}, 13, 1, 3), ({}, 12, 2, 1), ({}, 13, 2, 2), ({}, 1, 1, 1)),
+        *(({"dataloader_drop_last": True}, 13, 1, 2), ({"dataloader_drop_last": True}, 1, 1, 1)),
+        *(({"num_train_epochs": 1.5}, 13, 1, 5), ({"max_steps": 7}, 13, 1, 7), ({"max_steps": 1}, None, 1, 1)),
+        *(({"max_steps": 0}, 13, 1, 3), ({}, None, 1, None)),
     ]:
         data = object() if samples is None else range(samples)
         trainer = SimpleNamespace(args=SimpleNamespace(**settings | more), train_dataset=data)
@@ -79,17 +71,10 @@ def test_rows_of_a_data_set_are_an_amount(command, jsonl):
 
 
 COUNTED = [
-    ("1.5k tokens", "tokens", 1500),
-    ("2k toks", "max_length", 2000),
-    ("8 gpus", "world_size", 8),
-    ("4 samples", "per_device_train_batch_size", 4),
-    ("10M rows", "samples", 10**7),
-    ("2 nodes", "machines", 2),
-    ("5 steps", "learning_rate", None),
-    ("10M tokens", "samples", None),
-    ("4 gpus", "per_device_train_batch_size", None),
-    ("24 tokens", "", None),
-    ("7 bananas", "samples", None),
+    *(("1.5k tokens", "tokens", 1500), ("2k toks", "max_length", 2000), ("8 gpus", "world_size", 8)),
+    *(("4 samples", "per_device_train_batch_size", 4), ("10M rows", "samples", 10**7), ("2 nodes", "machines", 2)),
+    *(("5 steps", "learning_rate", None), ("10M tokens", "samples", None)),
+    *(("4 gpus", "per_device_train_batch_size", None), ("24 tokens", "", None), ("7 bananas", "samples", None)),
 ]
 
 

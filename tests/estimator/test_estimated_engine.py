@@ -21,13 +21,8 @@ from hf_memopt.presets import get_preset, preset_by_name
 from hf_memopt.recipe.summary import _engine_label
 
 SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "vocab_size": 500,
-    "num_hidden_layers": 2,
+    **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 256, "vocab_size": 500, "num_hidden_layers": 2},
 }
 LAUNCHES = [
     {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},

@@ -31,13 +31,8 @@ import engines
 
 CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "vocab_size": 8000,
+    **{"model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 2048, "vocab_size": 8000},
 }
 MIB = 2**20
 
@@ -377,10 +372,7 @@ def test_nothing_of_the_fake_cluster_stays():
 
         def state():
             numbers = (
-                torch.nn.functional.linear,
-                Init.param_id,
-                list(register.__defaults__[0]),
-                comm.cdb,
+                *(torch.nn.functional.linear, Init.param_id, list(register.__defaults__[0]), comm.cdb),
                 dict(os.environ),
             )
             return dist.get_world_size(), dist.get_process_group_ranks(dist.group.WORLD), numbers

@@ -44,13 +44,8 @@ from hf_memopt.foreign.launchers import Launch
 from hf_memopt.video.inputs import VideoInputs
 
 SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "vocab_size": 500,
-    "num_hidden_layers": 2,
+    **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 256, "vocab_size": 500, "num_hidden_layers": 2},
 }
 FOUR_BITS = {
     "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16"),

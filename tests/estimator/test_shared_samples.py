@@ -193,14 +193,7 @@ def test_a_preset_that_shares_samples_keeps_doing_so():
 def test_the_command_line_shares_samples(command, tmp_path):
     CONFIG.save_pretrained(tmp_path)
     words = [
-        "estimate",
-        str(tmp_path),
-        "--hardware",
-        "a100_80gbx4",
-        "--seq-len",
-        "8192",
-        "--strategy",
-        "zero3",
+        *("estimate", str(tmp_path), "--hardware", "a100_80gbx4", "--seq-len", "8192", "--strategy", "zero3"),
         "--json",
     ]
     code, output, _ = command(*words, "--sequence-parallel", "4", "--json")

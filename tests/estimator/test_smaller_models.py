@@ -16,10 +16,7 @@ from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_siz
         (
             "llama-3.2-1b",
             {
-                "num_hidden_layers": 12,
-                "hidden_size": 384,
-                "num_attention_heads": 6,
-                "intermediate_size": 64,
+                **{"num_hidden_layers": 12, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 64},
                 "num_key_value_heads": 2,
             },
             {"num_hidden_layers": 12, "hidden_size": 384, "head_dim": 64, "intermediate_size": 64},

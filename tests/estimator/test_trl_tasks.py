@@ -50,12 +50,8 @@ def train(folder, task: str, adapters: bool, **fields):
     row = TRL_TASKS[task]
     whole = fields.get("padding_free")
     usual = {
-        "max_length": None if whole else TOKENS,
-        "max_steps": 2,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
+        **{"max_length": None if whole else TOKENS, "max_steps": 2, "use_cpu": True, "report_to": "none"},
+        **{"save_strategy": "no", "disable_tqdm": True},
     }
     more = {"peft_config": lora(task)} if adapters else {}
     if row.reference and not adapters and not fields.get("precompute_ref_log_probs"):

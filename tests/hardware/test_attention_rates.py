@@ -64,15 +64,7 @@ def test_what_each_implementation_runs(subtests):
 
 def test_every_card_has_a_rate_for_what_it_runs():
     for card in (
-        "gtx_1080",
-        "t4",
-        "v100_32gb",
-        "a100_80gb",
-        "rtx_4090",
-        "h100_80gb",
-        "b200",
-        "b300_sxm_288gb",
-        "mi300x",
+        *("gtx_1080", "t4", "v100_32gb", "a100_80gb", "rtx_4090", "h100_80gb", "b200", "b300_sxm_288gb", "mi300x"),
     ):
         device = get_hardware(card)
         for element in (2, 4):

@@ -24,30 +24,9 @@ from hf_memopt.units import GIB
 detect = sys.modules["hf_memopt.hardware.detection"]
 
 REQUIRED = [
-    "rtx_3060",
-    "rtx_3070",
-    "rtx_3080",
-    "rtx_3090",
-    "rtx_3090_ti",
-    "rtx_4080",
-    "rtx_4090",
-    "rtx_5090",
-    "t4",
-    "v100_32gb",
-    "l4",
-    "l40s",
-    "a100_40gb",
-    "a100_80gb",
-    "h100_80gb",
-    "h200",
-    "b200",
-    "rx_6750_xt",
-    "rx_7900_xtx",
-    "mi300x",
-    "apple_m2_8gb",
-    "apple_m2_16gb",
-    "apple_m4_max_64gb",
-    "cpu",
+    *("rtx_3060", "rtx_3070", "rtx_3080", "rtx_3090", "rtx_3090_ti", "rtx_4080", "rtx_4090", "rtx_5090", "t4"),
+    *("v100_32gb", "l4", "l40s", "a100_40gb", "a100_80gb", "h100_80gb", "h200", "b200", "rx_6750_xt", "rx_7900_xtx"),
+    *("mi300x", "apple_m2_8gb", "apple_m2_16gb", "apple_m4_max_64gb", "cpu"),
 ]
 
 
@@ -71,15 +50,8 @@ def test_every_figure_has_a_source(subtests):
         with subtests.test(name=name):
             device = get_hardware(name)
             figures = (
-                "nominal_memory",
-                "memory",
-                "bandwidth",
-                "bf16_flops",
-                "fp16_flops",
-                "native_bf16",
-                "fp8",
-                "host_link",
-                "peer_link",
+                *("nominal_memory", "memory", "bandwidth", "bf16_flops", "fp16_flops", "native_bf16", "fp8"),
+                *("host_link", "peer_link"),
             )
             assert set(device.sources) == set(figures)
             for figure, source in device.sources.items():
@@ -219,20 +191,11 @@ def test_detection_of_amd_cards(name, gib, target, expected):
 
 def test_names_as_people_write_them(subtests):
     for written, expected in [
-        ("RTX 4090", "rtx_4090"),
-        ("4090", "rtx_4090"),
-        ("rtx4070Ti super", "rtx_4070_ti_super"),
-        ("NVIDIA GeForce RTX 3060", "rtx_3060"),
-        ("3080 Ti laptop", "rtx_3080_ti_laptop"),
-        ("A100-80GB-PCIe", "a100_pcie_80gb"),
-        ("a100 80 GB", "a100_80gb"),
-        ("h100", "h100_80gb"),
-        ("RTX PRO 5000 Blackwell", "rtx_pro_5000"),
-        ("7900xtx", "rx_7900_xtx"),
-        ("MI300X", "mi300x"),
-        ("M4 Max 128GB", "apple_m4_max_128gb"),
-        ("DGX Spark", "dgx_spark"),
-        ("GB10", "dgx_spark"),
+        *(("RTX 4090", "rtx_4090"), ("4090", "rtx_4090"), ("rtx4070Ti super", "rtx_4070_ti_super")),
+        *(("NVIDIA GeForce RTX 3060", "rtx_3060"), ("3080 Ti laptop", "rtx_3080_ti_laptop")),
+        *(("A100-80GB-PCIe", "a100_pcie_80gb"), ("a100 80 GB", "a100_80gb"), ("h100", "h100_80gb")),
+        *(("RTX PRO 5000 Blackwell", "rtx_pro_5000"), ("7900xtx", "rx_7900_xtx"), ("MI300X", "mi300x")),
+        *(("M4 Max 128GB", "apple_m4_max_128gb"), ("DGX Spark", "dgx_spark"), ("GB10", "dgx_spark")),
     ]:
         with subtests.test(written=written, expected=expected):
             assert get_hardware(written).name == expected
