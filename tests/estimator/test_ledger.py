@@ -63,6 +63,16 @@ def test_segments_have_peaks_and_events_are_in_order():
     assert len(views) == 6 and (found.steps, found.kept_logits, found.unquantized_experts) == (0, 0, False)
 
 
+def test_a_job_begins_by_loading():
+    with Ledger() as ledger:
+        kept = new(5)
+    assert ledger.moments == {Moment("load", 0, None): Peak(5, {"other": 5})} and len(kept) == 5
+    assert (ledger.events, ledger.segments, ledger.layers) == ([Event(1, 5, 0, None)], ["load"], {})
+    assert (ledger.vocabulary, ledger.kept_logits, ledger.step, ledger.work) == ((0, 0), 0, 0, None)
+    assert not (ledger.paused or ledger.unquantized_experts or ledger.attention or ledger.without_gradient)
+    assert ledger.ignore_compile_internals() is True
+
+
 def test_sizes_are_rounded_to_blocks_and_pinned_ones_to_powers_of_two():
     for size, block, pinned in [(1, 512, 512), (512, 512, 512), (513, 1024, 1024), (1025, 1536, 2048)]:
         with counting(512) as ledger:

@@ -250,19 +250,78 @@ def test_descriptions_that_cannot_be_used(subtests):
             get_hardware(text)
 
 
-def test_an_unknown_card_tells_only_what_it_knows():
-    found = detect._cuda(_card("Some Card", 20, 7, 5, memory_clock_rate=7_000_000, memory_bus_width=256), hip=None)
-    assert found.name == "generic_cuda_20gb" and found.label == "Some Card"
-    assert found.bandwidth == pytest.approx(448e9)
-    assert found.bf16_flops is None and not found.native_bf16 and not found.fp8
+def test_an_integrated_chip_has_the_systems_memory():
     integrated = detect._cuda(_card("Some Chip", 119, 12, 1, is_integrated=1), hip=None)
     assert integrated.unified_memory and integrated.native_bf16 and not integrated.discrete_memory
+    assert integrated.label == "Some Chip"
 
 
-def test_rocm_is_distinguished_from_cuda():
-    found = detect._cuda(_card("AMD Radeon RX 6800", 16, gcnArchName="gfx1030"), hip="6.4")
-    assert (found.backend, found.vendor, found.native_bf16) == ("rocm", "amd", False)
-    assert detect._cuda(_card("AMD Instinct MI250X", 64, gcnArchName="gfx90a:sramecc+"), hip="6.4").native_bf16
+def test_what_cards_that_the_catalog_lacks_compute_in(subtests):
+    """bf16 and fp8 by compute capability or gfx target; both kinds of device are told apart by torch.version.hip."""
+    for architecture, native, fp8 in [
+        *(
+            ("7.5", False, False),
+            ("8.0", True, False),
+            ("8.8", True, False),
+            ("8.9", True, True),
+            ("10.0", True, True),
+        ),
+        *(("gfx1030", False, False), ("gfx906", False, False), ("gfx90a:sramecc+", True, False)),
+        *(("gfx940", True, True), ("gfx950", True, True), ("gfx1103", True, False), ("gfx1201", True, True)),
+    ]:
+        with subtests.test(architecture):
+            amd = architecture.startswith("gfx")
+            numbers = (0, 0) if amd else map(int, architecture.split("."))
+            found = detect._cuda(_card("A card", 20, *numbers, gcnArchName=architecture), hip="6.4" if amd else None)
+            assert (found.native_bf16, found.fp8, found.architecture) == (native, fp8, architecture.split(":")[0])
+            assert (found.backend, found.vendor) == (("rocm", "amd") if amd else ("cuda", "nvidia"))
+            assert (found.name, found.bandwidth) == (f"generic_{found.backend}_20gb", None)
+            assert not (found.unified_memory or found.bf16_flops or found.host_link or found.peer_link)
+    for clock, width, bandwidth in [(7_000_000, 256, 448e9), (7_000_000, 0, None), (0, 256, None)]:
+        found = detect._cuda(_card("A card", 20, memory_clock_rate=clock, memory_bus_width=width), hip=None)
+        assert found.bandwidth == bandwidth and found.memory == found.nominal_memory == 20 * GIB
+
+
+def test_intels_cards():
+    known = detect._xpu(SimpleNamespace(name="Intel(R) Arc(TM) B580 Graphics", total_memory=round(11.6 * GIB)))
+    assert (known.name, known.memory) == ("arc_b580", round(11.6 * GIB))
+    for more, native, unified in [
+        ({}, False, False),
+        ({"has_bfloat16_conversions": True, "local_mem_size": 1}, True, False),
+        ({"has_bfloat16_conversions": False, "local_mem_size": 0}, False, True),
+    ]:
+        found = detect._xpu(SimpleNamespace(name="Some Intel", total_memory=30 * GIB, architecture=7, **more))
+        assert (found.native_bf16, found.unified_memory, found.fp8) == (native, unified, False)
+        assert (found.vendor, found.backend, found.architecture) == ("intel", "xpu", "7")
+
+
+def test_memory_that_a_driver_reports_of_a_nominal_size():
+    for total, same in [(87, False), (88, True), (100, True), (102, True), (103, False)]:
+        assert detect._same_memory(total, 100) is same
+
+
+def test_the_host_is_this_machine_or_its_container(monkeypatch, tmp_path):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=64 * GIB))
+    files = [tmp_path / "max", tmp_path / "limit"]
+    monkeypatch.setattr(detect, "_CGROUP_LIMITS", tuple(map(str, files)))
+    for texts, limit in [
+        ((None, None), 64),
+        (("max", None), 64),
+        ((f"{8 * GIB}\n", "max"), 8),
+        ((None, "1" * 19), 64),
+    ]:
+        for file, text in zip(files, texts, strict=True):
+            file.unlink(missing_ok=True)
+            if text:
+                file.write_text(text)
+        assert detect.host_memory() == limit * GIB
+    assert detect.counterpart(get_hardware("cpu")).name == "cpu" and detect.counterpart(get_hardware("t4")) is None
+    monkeypatch.setattr(detect.os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+    assert detect.usable_processors() == 3
+    monkeypatch.delattr(detect.os, "sched_getaffinity")
+    for processors, usable in ((6, 6), (None, 1)):
+        monkeypatch.setattr(detect.os, "cpu_count", lambda processors=processors: processors)
+        assert detect.usable_processors() == usable
 
 
 def test_apple_chips(monkeypatch):
@@ -274,6 +333,11 @@ def test_apple_chips(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=36 * GIB))
     found = detect._apple(27 * GIB)
     assert found.unified_memory and found.native_bf16 and found.memory == 27 * GIB
+    for chip, native in (("Apple M1 Ultra", False), ("Apple M2 Pro", False), ("Apple M12", True), ("", True)):
+        monkeypatch.setattr(detect, "command_output", lambda *command, chip=chip: chip)
+        found = detect._apple(25 * GIB)
+        assert (found.native_bf16, found.fp8, found.backend) == (native, False, "mps")
+        assert found.label == f"{chip or 'Apple Silicon'} 36 GB" and found.name == "generic_mps_25gb"
 
 
 def test_attention_falls_back_to_sdpa_with_a_reason(caplog):
