@@ -1401,3 +1401,105 @@ def test_depths_that_are_traced_and_what_they_say_of_deep_ones():
     wanted = extrapolate.extrapolate_peaks(Layers(12), (4, 6), [moments(4), moments(6)])
     assert {name: peak.total for name, peak in wanted.items()} == {name: peak.total for name, peak in deep.items()}
     checked("depths", found)
+
+
+# ---- hardware
+
+
+DESCRIBED = (
+    *(
+        '{"memory": "24 GiB"}',
+        '{"memory": "0.25 GiB"}',
+        '{"memory": "0.24 GiB"}',
+        '{"memory": 26e9}',
+        '{"memory": true}',
+    ),
+    *('{"memory": "1 TiB", "name": "big"}', '{"memory": "24 GiB", "label": "L", "vendor": "v"}', '{"memory": ""}'),
+    *('{"memory": "24 gib", "bandwidth": " 1.5 TB/s "}', '{"memory": "24 GiB", "bandwidth": "1e3GB/s"}'),
+    *('{"memory": "24 GiB", "bandwidth": "1e100"}', '{"memory": "-24 GiB"}', '{"memory": "24 GiB", "fp8": 1}'),
+    *('{"memory": "24 GiB", "fp16_flops": "70 TFLOPS"}', '{"memory": "24 GiB", "bf16_flops": "1 PFLOPS"}'),
+    '{"memory": "24 GiB", "architecture": "7.5", "fp16_flops": 65e12, "bf16_flops": 1}',
+    '{"memory": "24 GiB", "architecture": "7.5", "fp16_flops": 65e12}',
+    *(f'{{"memory": "24 GiB", "architecture": "{number}"}}' for number in ("8.0", "8.8", "8.9", "12", "8.90", "x8.9")),
+    *(f'{{"memory": "24 GiB", "backend": "{name}"}}' for name in ("cuda", "rocm", "mps", "xpu", "cpu", "tpu")),
+    *(
+        f'{{"memory": "24 GiB", "backend": "rocm", "architecture": "{name}"}}'
+        for name in ("gfx90a", "gfx1100", "gfx9", "gfx")
+    ),
+    '{"memory": "24 GiB", "nominal_memory": "25 GiB", "host_link": 3, "peer_link": "9 GB/s", "unified_memory": true}',
+    *("[]", "{", ' {"memory": "24 GiB"}', '{"memory": "24 GiB", "native_bf16": false, "bf16_flops": 1e12}', "4090"),
+)
+ARCHITECTURES = ("6.1", "7.5", "8.0", "8.9", "9.0", "9.9", "10.0", "10.3", "11.0", "12.9", "13.0")
+ATTENTIONS = (
+    *(None, "", "eager", "sdpa", "flex_attention", "paged|sdpa", "flash_attention_2", "flash_attention_3"),
+    *("flash_attention_4", "kernels-community/flash-attn2@main", "kernels-community/flash-attn4:fwd", "owner/kernel"),
+)
+MEASURED = {
+    **{
+        "format": 1,
+        "date": "2026-11-29",
+        "rehearsal": False,
+        "constants": {"context_bytes": 5},
+        "reserved_errors": [0.1],
+    },
+    "device": {"name": "t4", "label": "T4", "backend": "cuda"},
+    "versions": {"torch": "2.13.0", "runtime": "13.0", "driver": None, "other": "x"},
+}
+
+
+def test_devices_as_they_are_listed_described_and_measured():
+    from dataclasses import replace
+
+    from hf_memopt.hardware.attention_kernels import attention_kernel, check_attention, flash_attention
+    from hf_memopt.hardware.catalog import box_of, catalog
+    from hf_memopt.hardware.described import described, described_text
+    from hf_memopt.hardware.host_memory import assumed_host_memory
+    from hf_memopt.hardware.measured import device_path, parse_device_file
+
+    found = {}
+    for name, device in catalog().items():
+        figures = [value for figure, value in vars(device).items() if figure not in ("sources", "name", "reported")]
+        also = [device.capability, device.is_large, device.discrete_memory, box_of(device).adapters]
+        found[name] = [*figures, *also, assumed_host_memory(device)]
+    for text in DESCRIBED:
+        device = answered(described, text)
+        figures = device if isinstance(device, str | None) else [v for k, v in vars(device).items() if k != "sources"]
+        found[text] = [figures, described_text(text)]
+    card = catalog()["t4"]
+    for architecture in ARCHITECTURES:
+        one = replace(card, architecture=architecture)
+        kernels = [attention_kernel(one, None, element, masked) for element in (2, 4) for masked in (False, True)]
+        found[architecture] = [kernels, *(answered(check_attention, name, one) for name in ATTENTIONS)]
+    for name in ("mi300x", "apple_m2_16gb", "cpu"):
+        found[f"on {name}"] = [answered(check_attention, attention, catalog()[name]) for attention in ATTENTIONS]
+    found["flash"] = [flash_attention(name) for name in ATTENTIONS]
+    found["parts"] = [
+        answered(check_attention, {"a": "sdpa", "b": name}, card) for name in (None, "flash_attention_2", 3)
+    ]
+
+    def measured(changes: dict) -> str:
+        try:
+            return str(parse_device_file({**MEASURED, **changes}))
+        except ValueError as error:
+            return f"error: {error}"
+
+    texts = ("", "x" * 200, "x" * 201, "two\nlines", "\x1b[1m", 3, None)
+    numbers = (0, 16 * 2**30, 16 * 2**30 + 1, -1, True, "5", float("nan"))
+    changes = [
+        {"format": 2},
+        {"format": None},
+        {"device": []},
+        {"versions": None},
+        {"reserved_errors": 1},
+        {"constants": []},
+    ]
+    changes += [{"device": {**MEASURED["device"], "label": text}} for text in texts]
+    changes += [{"versions": {"torch": text}} for text in texts]
+    changes += [{"date": date} for date in ("2026-1-29", "2026-11-29 ", None)] + [{"rehearsal": 0}, {}]
+    changes += [{"constants": {"context_bytes": number}} for number in numbers] + [{"constants": {"speed": 1}}]
+    changes += [{"reserved_errors": [number]} for number in (-1, -1.01, 100, 100.5, "x")]
+    for number, change in enumerate(changes):
+        found[f"measured {number} {str(change)[:60]}"] = measured(change)[:300]
+    paths = {"torch": "2.13.0+cu130", "runtime": None, "driver": "580.1/x"}
+    found["path"] = device_path(card, paths).name
+    checked("listed_devices", found)
