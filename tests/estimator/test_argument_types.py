@@ -65,10 +65,11 @@ def test_every_argument_of_estimate(tiny):
             refused_or_taken(describe, **arguments)
 
 
-@pytest.mark.parametrize("name", ["name", "method", "strategy", "precision"])
-def test_every_argument_of_get_preset(name):
-    for value in WRONG:
-        refused_or_taken(get_preset, **{"name": "rtx_4090"} | {name: value})
+def test_every_argument_of_get_preset(subtests):
+    for name in ["name", "method", "strategy", "precision"]:
+        with subtests.test(f"{name}"):
+            for value in WRONG:
+                refused_or_taken(get_preset, **{"name": "rtx_4090"} | {name: value})
 
 
 # Those that a plan would take are left out: a plan takes seconds.
@@ -103,9 +104,8 @@ def test_any_value_of_any_argument(name, value, tiny):
     refused_or_taken(describe, **{"model": tiny, "args": {}, "seq_len": 16, "hardware": "cpu"} | {name: value})
 
 
-@pytest.mark.parametrize(
-    ("hint", "value", "taken"),
-    [
+def test_what_is_in_a_container_is_looked_at(subtests):
+    for hint, value, taken in [
         (list[int], [1, 2], True),
         (list[int], [1, "2"], False),
         (tuple[float, float], (0.9, 0.95), True),
@@ -113,10 +113,9 @@ def test_any_value_of_any_argument(name, value, tiny):
         (tuple[int, str], (1, "2"), True),  # of several types the dataclass itself asks
         (dict[str, int], {"a": 1}, True),
         (dict[str, int], {"a": "1"}, False),
-    ],
-)
-def test_what_is_in_a_container_is_looked_at(hint, value, taken):
-    assert _accepts(hint, value) == taken
+    ]:
+        with subtests.test(f"{hint} {value} {taken}"):
+            assert _accepts(hint, value) == taken
 
 
 def test_what_arguments_hold_is_taken_as_it_is(tmp_path):

@@ -67,9 +67,10 @@ def allocated(name: str, **changes) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in BACKWARD[name](call(**changes)))
 
 
-@pytest.mark.parametrize(("name", "capability"), BY_HAND)
-def test_accumulators_are_those_of_the_source(name, capability):
-    assert allocated(name, capability=capability) == BY_HAND[name, capability]
+def test_accumulators_are_those_of_the_source(subtests):
+    for name, capability in BY_HAND:
+        with subtests.test(f"{name} {capability}"):
+            assert allocated(name, capability=capability) == BY_HAND[name, capability]
 
 
 @pytest.mark.parametrize("name", FLASH)
@@ -285,17 +286,15 @@ def test_a_trainer_and_estimate_agree(tmp_path):
     assert result.peak_allocated_bytes == pytest.approx(other.peak_allocated_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "architecture", "fits"),
-    [
+def test_each_version_is_for_its_cards(subtests):
+    for name, architecture, fits in [
         *(("flash_attention_2", architecture, architecture != "7.5") for architecture in ("7.5", "8.0", "12.0")),
         *(("flash_attention_3", architecture, architecture == "9.0") for architecture in ("8.9", "9.0", "10.0")),
         *(("flash_attention_4", architecture, architecture != "8.9") for architecture in ("8.9", "9.0", "12.9")),
-    ],
-)
-def test_each_version_is_for_its_cards(name, architecture, fits):
-    card = replace(get_hardware("rtx_4090"), architecture=architecture)
-    assert (attention_kernels._unfit(FLASH[name], card) == "") == fits
+    ]:
+        with subtests.test(f"{name} {architecture} {fits}"):
+            card = replace(get_hardware("rtx_4090"), architecture=architecture)
+            assert (attention_kernels._unfit(FLASH[name], card) == "") == fits
 
 
 def test_queries_of_a_block_on_hopper():

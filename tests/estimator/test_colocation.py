@@ -45,15 +45,16 @@ def with_engine(**fields) -> tuple[dict[str, int], Job]:
     return {name: peak.total - before.get(name, before["between"]) for name, peak in found.items()}, job
 
 
-@pytest.mark.parametrize("share", [0.3, 0.45, 0.9])
-def test_awake_it_takes_its_share_of_the_card_beside_all_but_loading(share):
+def test_awake_it_takes_its_share_of_the_card_beside_all_but_loading(subtests):
     """gpu_memory_utilization of the card holds weights, activations and cache together: the weights are in it."""
-    added, job = with_engine(vllm_gpu_memory_utilization=share)
-    assert added == {
-        "load": 0,
-        **dict.fromkeys(("between", "forward:0", "backward:0", "optimizer"), int(share * job.device.memory)),
-        **dict.fromkeys(("generation", "weight_sync"), int(share * job.device.memory)),
-    }
+    for share in [0.3, 0.45, 0.9]:
+        with subtests.test(f"{share}"):
+            added, job = with_engine(vllm_gpu_memory_utilization=share)
+            assert added == {
+                "load": 0,
+                **dict.fromkeys(("between", "forward:0", "backward:0", "optimizer"), int(share * job.device.memory)),
+                **dict.fromkeys(("generation", "weight_sync"), int(share * job.device.memory)),
+            }
 
 
 def test_the_share_left_out_is_that_of_trl():
@@ -61,15 +62,16 @@ def test_the_share_left_out_is_that_of_trl():
     assert added["backward:0"] == int(0.3 * job.device.memory)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.9])
-def test_asleep_at_level_2_it_takes_nothing_of_the_training_step(share):
+def test_asleep_at_level_2_it_takes_nothing_of_the_training_step(subtests):
     """Weights and cache are freed; the trained weights are beside vLLM's copy of them while they are sent."""
-    added, job = with_engine(vllm_gpu_memory_utilization=share, vllm_enable_sleep_mode=True)
-    assert added == {
-        **dict.fromkeys(_TRAINING, 0),
-        "generation": int(share * job.device.memory),
-        "weight_sync": _WEIGHTS,
-    }
+    for share in [0.3, 0.9]:
+        with subtests.test(f"{share}"):
+            added, job = with_engine(vllm_gpu_memory_utilization=share, vllm_enable_sleep_mode=True)
+            assert added == {
+                **dict.fromkeys(_TRAINING, 0),
+                "generation": int(share * job.device.memory),
+                "weight_sync": _WEIGHTS,
+            }
 
 
 def test_a_server_takes_nothing_here():

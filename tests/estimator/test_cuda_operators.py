@@ -32,12 +32,13 @@ def dropped(backend: str, **settings):
         return kept, sorted(kernel.bytes for kernel, count in ledger.work.kernels.items() for _ in range(count))
 
 
-@pytest.mark.parametrize("backend", ["cuda", "rocm", "xpu"])
-def test_dropout_is_one_kernel_that_keeps_a_byte_an_element(backend):
-    kept, kernels = dropped(backend)
-    assert kept == ELEMENTS  # of the mask; the product before it is freed
-    # The product and its backward; dropout and its backward read and write 2 bytes an element, and a mask of one byte.
-    assert kernels == [4 * ELEMENTS, 4 * ELEMENTS, 5 * ELEMENTS, 5 * ELEMENTS]
+def test_dropout_is_one_kernel_that_keeps_a_byte_an_element(subtests):
+    for backend in ["cuda", "rocm", "xpu"]:
+        with subtests.test(f"{backend}"):
+            kept, kernels = dropped(backend)
+            assert kept == ELEMENTS  # of the mask; the product before it is freed
+            # The product and its backward; dropout and its backward have 2 bytes an element, and one of mask.
+            assert kernels == [4 * ELEMENTS, 4 * ELEMENTS, 5 * ELEMENTS, 5 * ELEMENTS]
 
 
 @pytest.mark.parametrize("settings", [{"inplace": True}, {"p": 0.0}, {"p": 1.0}, {"training": False}])
@@ -74,15 +75,17 @@ def normalised(backend: str, weights: torch.dtype = torch.bfloat16):
         return kept, sum(ledger.work.kernels.values())
 
 
-@pytest.mark.parametrize("backend", ["cuda", "rocm"])
-def test_an_rms_norm_is_one_kernel_that_keeps_its_input(backend):
-    assert normalised(backend) == (512, 4)  # a scale of each row, in a block of the allocator
+def test_an_rms_norm_is_one_kernel_that_keeps_its_input(subtests):
+    for backend in ["cuda", "rocm"]:
+        with subtests.test(f"{backend}"):
+            assert normalised(backend) == (512, 4)  # a scale of each row, in a block of the allocator
 
 
-@pytest.mark.parametrize(("backend", "weights"), [("mps", torch.bfloat16), ("cuda", torch.float32)])
-def test_other_rms_norms_are_those_of_the_cpu(backend, weights):
-    kept, kernels = normalised(backend, weights)
-    assert kept > 4 * ELEMENTS and kernels > 10
+def test_other_rms_norms_are_those_of_the_cpu(subtests):
+    for backend, weights in [("mps", torch.bfloat16), ("cuda", torch.float32)]:
+        with subtests.test(f"{backend} {weights}"):
+            kept, kernels = normalised(backend, weights)
+            assert kept > 4 * ELEMENTS and kernels > 10
 
 
 def test_cudas_autocast_normalises_in_fp32_and_metals_does_not():

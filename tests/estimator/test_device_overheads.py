@@ -25,11 +25,10 @@ def small(hardware):
     return estimate(AutoConfig.for_model("llama", **SHAPE), fields, 256, hardware, dtype="float32")
 
 
-@pytest.mark.parametrize(
-    ("hardware", "size"), [("t4", 512), ("v100_32gb", 512), ("rtx_3090", 512), ("h100_80gb", 764), ("b200", 512)]
-)
-def test_a_context_is_hoppers_as_measured_or_assumed(hardware, size):
-    assert context(get_hardware(hardware)) == size * MIB
+def test_a_context_is_hoppers_as_measured_or_assumed(subtests):
+    for hardware, size in [("t4", 512), ("v100_32gb", 512), ("rtx_3090", 512), ("h100_80gb", 764), ("b200", 512)]:
+        with subtests.test(f"{hardware} {size}"):
+            assert context(get_hardware(hardware)) == size * MIB
 
 
 @pytest.mark.drawn(2)

@@ -22,18 +22,19 @@ CARDS = (
 )
 
 
-@pytest.mark.parametrize("name", CARDS)
-def test_a_card_is_recognised_by_what_torch_says_of_it(name):
-    card = get_hardware(name)
-    with seen_by_script(card):
-        assert torch.cuda.is_available() and torch.cuda.device_count() == 1
-        assert bool(torch.version.hip) == (card.backend == "rocm") != bool(torch.version.cuda)
-        seen = detection._cuda(torch.cuda.get_device_properties(0), torch.version.hip)
-        assert (seen.name, seen.memory, seen.native_bf16) == (card.name, card.memory, card.native_bf16)
-        assert torch.cuda.mem_get_info() == (card.memory, card.memory)
-        assert torch.cuda.is_bf16_supported(including_emulation=False) == card.native_bf16
-        assert detection.detect() is card
-    assert not torch.cuda.is_initialized()
+def test_a_card_is_recognised_by_what_torch_says_of_it(subtests):
+    for name in CARDS:
+        with subtests.test(f"{name}"):
+            card = get_hardware(name)
+            with seen_by_script(card):
+                assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+                assert bool(torch.version.hip) == (card.backend == "rocm") != bool(torch.version.cuda)
+                seen = detection._cuda(torch.cuda.get_device_properties(0), torch.version.hip)
+                assert (seen.name, seen.memory, seen.native_bf16) == (card.name, card.memory, card.native_bf16)
+                assert torch.cuda.mem_get_info() == (card.memory, card.memory)
+                assert torch.cuda.is_bf16_supported(including_emulation=False) == card.native_bf16
+                assert detection.detect() is card
+            assert not torch.cuda.is_initialized()
 
 
 def test_a_described_card_of_which_only_the_memory_is_known():

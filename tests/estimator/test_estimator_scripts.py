@@ -108,9 +108,8 @@ def test_logits_that_wait_for_metrics(tmp_path):
     assert kept.phases["eval"] - without.phases["eval"] == pytest.approx(2 * logits, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("more", "evaluated", "kept"),
-    [
+def test_batches_whose_logits_wait_for_metrics(subtests):
+    for more, evaluated, kept in [
         ({}, 7, 7),
         ({"compute_metrics": None}, 0, 0),
         ({"prediction_loss_only": True}, 0, 0),
@@ -122,19 +121,18 @@ def test_logits_that_wait_for_metrics(tmp_path):
         ({"eval_accumulation_steps": 9}, 7, 7),
         ({"reduce_eval_logits": True}, 0, 0),
         ({"reduce_eval_logits": True, "preprocess_logits_for_metrics": len}, 7, 7),
-    ],
-)
-def test_batches_whose_logits_wait_for_metrics(more, evaluated, kept):
-    own = {"compute_metrics": len, "eval_dataset": [0] * 13, "preprocess_logits_for_metrics": None}
-    args = {"prediction_loss_only": False, "batch_eval_metrics": False, "per_device_eval_batch_size": 2}
-    chosen = {name: more.get(name, value) for name, value in {**own, **args}.items()}
-    job = object.__new__(TrainerJob)
-    vars(job).update(
-        fields={"eval_accumulation_steps": more.get("eval_accumulation_steps")},
-        memory_args=MemoryArguments(reduce_eval_logits=more.get("reduce_eval_logits", False)),
-        trainer=SimpleNamespace(**chosen, args=SimpleNamespace(**chosen)),
-    )
-    assert (job.evaluated_batches, job.kept_batches) == (evaluated, kept)
+    ]:
+        with subtests.test(f"{more} {evaluated} {kept}"):
+            own = {"compute_metrics": len, "eval_dataset": [0] * 13, "preprocess_logits_for_metrics": None}
+            args = {"prediction_loss_only": False, "batch_eval_metrics": False, "per_device_eval_batch_size": 2}
+            chosen = {name: more.get(name, value) for name, value in {**own, **args}.items()}
+            job = object.__new__(TrainerJob)
+            vars(job).update(
+                fields={"eval_accumulation_steps": more.get("eval_accumulation_steps")},
+                memory_args=MemoryArguments(reduce_eval_logits=more.get("reduce_eval_logits", False)),
+                trainer=SimpleNamespace(**chosen, args=SimpleNamespace(**chosen)),
+            )
+            assert (job.evaluated_batches, job.kept_batches) == (evaluated, kept)
 
 
 def test_models_held_beside_the_trained_one_keep_as_many_layers():

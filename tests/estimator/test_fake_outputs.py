@@ -62,12 +62,13 @@ def described(out):
     return [(t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes(), t.device) for t in out]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_outputs_are_those_of_the_fake_tensor_mode(name):
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        truth = described(CALLS[name](torch.empty(4, 6, 8), torch.empty(8, 6, dtype=torch.bfloat16)))
-    first, second = twice(CALLS[name])
-    assert described(first) == described(second) == truth
+def test_outputs_are_those_of_the_fake_tensor_mode(subtests):
+    for name in CALLS:
+        with subtests.test(f"{name}"):
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                truth = described(CALLS[name](torch.empty(4, 6, 8), torch.empty(8, 6, dtype=torch.bfloat16)))
+            first, second = twice(CALLS[name])
+            assert described(first) == described(second) == truth
 
 
 def test_views_and_changes_in_place_keep_their_storage():
@@ -113,9 +114,8 @@ def test_a_value_is_known_where_it_follows_from_known_ones(subtests):
             assert (known if known is None else known.tolist()) == value
 
 
-@pytest.mark.parametrize(
-    ("make", "plain"),
-    [
+def test_only_whole_storages_are_made_anew(subtests):
+    for make, plain in [
         (lambda: torch.empty(4, 6), True),
         (lambda: torch.empty(4, 6).t(), True),
         (lambda: torch.empty(0, 6), True),
@@ -125,21 +125,19 @@ def test_a_value_is_known_where_it_follows_from_known_ones(subtests):
         (lambda: torch.empty(4, 6, dtype=torch.complex64), False),
         (lambda: torch.empty(4, 6, layout=torch.sparse_coo), False),
         (lambda: torch.empty(4, 6, device="meta"), False),
-    ],
-)
-def test_only_whole_storages_are_made_anew(make, plain):
-    with FakeTensorMode():
-        assert fake_outputs._is_plain(make()) is plain
-    assert not fake_outputs._is_plain(torch.empty(4, 6)), "no fake tensor"
+    ]:
+        with subtests.test(f"{make} {plain}"):
+            with FakeTensorMode():
+                assert fake_outputs._is_plain(make()) is plain
+            assert not fake_outputs._is_plain(torch.empty(4, 6)), "no fake tensor"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"), [(torch.float16, 1.0), (torch.int64, 1), (torch.uint8, 0), (torch.bool, False)]
-)
-def test_a_value_that_nobody_knows_is_a_healthy_steps(dtype, value):
-    with FakeTensorMode():
-        found = FakeLedger(accelerator=True)._plausible_item(torch.empty(1, dtype=dtype))
-    assert found == value and type(found) is type(value)
+def test_a_value_that_nobody_knows_is_a_healthy_steps(subtests):
+    for dtype, value in [(torch.float16, 1.0), (torch.int64, 1), (torch.uint8, 0), (torch.bool, False)]:
+        with subtests.test(f"{dtype} {value}"):
+            with FakeTensorMode():
+                found = FakeLedger(accelerator=True)._plausible_item(torch.empty(1, dtype=dtype))
+            assert found == value and type(found) is type(value)
 
 
 def test_the_memory_of_shapes_has_an_end(monkeypatch):

@@ -61,9 +61,8 @@ def job(tmp_path, monkeypatch):
     return describe
 
 
-@pytest.mark.parametrize(
-    ("command", "by", "own", "script"),
-    [
+def test_a_launchers_words_are_told_from_the_scripts(subtests):
+    for command, by, own, script in [
         ("train.py --bf16", None, "", "train.py --bf16"),
         ("python -u train.py --bf16", "python", "-u", "train.py --bf16"),
         ("accelerate launch train.py --a 1", "accelerate", "", "train.py --a 1"),
@@ -92,11 +91,10 @@ def job(tmp_path, monkeypatch):
             "--num_gpus 4",
             "train.py --deepspeed z.json",
         ),
-    ],
-)
-def test_a_launchers_words_are_told_from_the_scripts(command, by, own, script):
-    launch, words, rest = split_launch(command.split())
-    assert (launch and launch.by, " ".join(words), " ".join(rest)) == (by, own, script)
+    ]:
+        with subtests.test(f"{command} {by} {own} {script}"):
+            launch, words, rest = split_launch(command.split())
+            assert (launch and launch.by, " ".join(words), " ".join(rest)) == (by, own, script)
 
 
 @pytest.mark.drawn(1)

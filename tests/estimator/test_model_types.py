@@ -91,9 +91,8 @@ def test_shallow_models_extend_to_the_whole_one(model_type, monkeypatch):
     assert _predicted(config, task) == pytest.approx(extended, rel=0.001)
 
 
-@pytest.mark.parametrize(
-    ("name", "model_type", "task"),
-    [
+def test_a_task_has_the_names_that_hugging_face_gives_it(subtests):
+    for name, model_type, task in [
         ("text-generation", "llama", "causal-lm"),
         ("summarization", "t5", "seq2seq-lm"),
         ("automatic-speech-recognition", "whisper", "speech-seq2seq"),
@@ -101,35 +100,30 @@ def test_shallow_models_extend_to_the_whole_one(model_type, monkeypatch):
         ("AutoModelForTokenClassification", "bert", "token-classification"),
         ("ctc", "hubert", "ctc"),
         ("sentence-similarity", "bert", "feature-extraction"),
-    ],
-)
-def test_a_task_has_the_names_that_hugging_face_gives_it(name, model_type, task):
-    assert find_task(name, _config(model_type)) == task
+    ]:
+        with subtests.test(f"{name} {model_type} {task}"):
+            assert find_task(name, _config(model_type)) == task
 
 
-@pytest.mark.parametrize(
-    ("model_type", "task"),
-    [
+def test_without_a_task_the_usual_one_of_the_model_type_counts(subtests):
+    for model_type, task in [
         *(("bert", "masked-lm"), ("t5", "seq2seq-lm"), ("whisper", "speech-seq2seq"), ("vit", "image-classification")),
         *(("wav2vec2", "ctc"), ("llava", "image-text-to-text"), ("llama", "causal-lm")),
-    ],
-)
-def test_without_a_task_the_usual_one_of_the_model_type_counts(model_type, task):
-    assert infer_task(_config(model_type)) == task
+    ]:
+        with subtests.test(f"{model_type} {task}"):
+            assert infer_task(_config(model_type)) == task
 
 
-@pytest.mark.parametrize(
-    ("model_type", "named", "task"),
-    [
+def test_a_checkpoint_of_text_without_a_head_is_of_embeddings(subtests):
+    for model_type, named, task in [
         ("bert", "BertModel", "feature-extraction"),
         ("qwen3", "Qwen3ForCausalLM", "causal-lm"),
         ("vit", "ViTModel", None),
-    ],
-)
-def test_a_checkpoint_of_text_without_a_head_is_of_embeddings(model_type, named, task):
-    config = _config(model_type)
-    config.architectures = [named]
-    assert infer_task(config) == (task or "image-classification")
+    ]:
+        with subtests.test(f"{model_type} {named} {task}"):
+            config = _config(model_type)
+            config.architectures = [named]
+            assert infer_task(config) == (task or "image-classification")
 
 
 def test_the_other_pairs_are_negatives():

@@ -299,9 +299,9 @@ def test_an_estimate_says_which_attention_the_model_took():
     assert ", eager, " in estimate(config, {}, 32, "rtx_4090", attn_implementation="eager").estimated
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_modules_are_named_as_people_write_lists(subtests):
+    """peft takes a text for a pattern of a whole path, and finds no module of that name."""
+    for text, expected in [
         ("q_proj", ["q_proj"]),
         ("q_proj,v_proj", ["q_proj", "v_proj"]),
         ("q_proj, mlp.up_proj", ["q_proj", "mlp.up_proj"]),
@@ -309,8 +309,6 @@ def test_an_estimate_says_which_attention_the_model_took():
         ("all-linear", "all-linear"),
         (r".*\.(q|v)_proj", r".*\.(q|v)_proj"),
         ("true", True),
-    ],
-)
-def test_modules_are_named_as_people_write_lists(text, expected):
-    """peft takes a text for a pattern of a whole path, and finds no module of that name."""
-    assert parse_settings([f"lora.target_modules={text}"])["lora"] == {"target_modules": expected}
+    ]:
+        with subtests.test(f"{text} {expected}"):
+            assert parse_settings([f"lora.target_modules={text}"])["lora"] == {"target_modules": expected}

@@ -123,9 +123,8 @@ def test_what_cannot_be_loaded_in_4_bits_says_what_trains_instead(model, asked, 
     assert "use method=lora or full, which load it with Mxfp4Config(dequantize=True), or for qlora a copy" in errors
 
 
-@pytest.mark.parametrize(
-    ("task", "asked", "tokens"),
-    [
+def test_a_sample_holds_a_prompt_and_the_longest_completion(subtests):
+    for task, asked, tokens in [
         ("grpo", {}, 1024),  # 512 of a prompt fit beside TRL's 512
         ("grpo", {"training": {"max_completion_length": 512}}, 1024),
         ("grpo", {"training": {"max_completion_length": 513}}, 1025),
@@ -134,11 +133,10 @@ def test_what_cannot_be_loaded_in_4_bits_says_what_trains_instead(model, asked, 
         ("grpo", {"training": {"max_completion_length": 2048}, "seq_len": 3000}, 3000),
         ("sft", {"training": {"max_completion_length": 2048}}, 1024),
         (None, {}, 1024),
-    ],
-)
-def test_a_sample_holds_a_prompt_and_the_longest_completion(task, asked, tokens):
-    spec = JobSpec(model="qwen3-0.6b", config=load_config("qwen3-0.6b"), task=task, **asked)
-    assert sample_length(spec, 1024) == tokens
+    ]:
+        with subtests.test(f"{task} {asked} {tokens}"):
+            spec = JobSpec(model="qwen3-0.6b", config=load_config("qwen3-0.6b"), task=task, **asked)
+            assert sample_length(spec, 1024) == tokens
 
 
 def test_a_sample_is_no_longer_than_the_models_positions():

@@ -10,9 +10,8 @@ from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_sizes
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "expected"),
-    [
+def test_other_sizes(subtests):
+    for model, changes, expected in [
         (
             "llama-3.2-1b",
             {
@@ -26,14 +25,13 @@ from hf_memopt.estimator.smaller import is_from_scratch, smaller_sizes, with_siz
         ("qwen3-30b-a3b", {"num_experts": 64, "hidden_size": 1024}, {"num_local_experts": 64, "head_dim": 128}),
         ("gemma-3-4b", {"num_hidden_layers": 7}, {"num_hidden_layers": 7}),
         ("mixtral-8x7b", {"num_local_experts": 4, "sliding_window": 1024}, {"num_experts": 4, "sliding_window": 1024}),
-    ],
-)
-def test_other_sizes(model, changes, expected):
-    config = load_config(model)
-    text = with_sizes(config, changes).get_text_config()
-    assert {name: getattr(text, name) for name in expected} == expected
-    assert len(getattr(text, "layer_types", None) or [0] * text.num_hidden_layers) == text.num_hidden_layers
-    assert config.to_dict() == load_config(model).to_dict(), "the configuration itself stays as it is"
+    ]:
+        with subtests.test(f"{model} {changes} {expected}"):
+            config = load_config(model)
+            text = with_sizes(config, changes).get_text_config()
+            assert {name: getattr(text, name) for name in expected} == expected
+            assert len(getattr(text, "layer_types", None) or [0] * text.num_hidden_layers) == text.num_hidden_layers
+            assert config.to_dict() == load_config(model).to_dict(), "the configuration itself stays as it is"
 
 
 def test_patterns_of_layers_are_cut_and_repeated():
@@ -43,9 +41,8 @@ def test_patterns_of_layers_are_cut_and_repeated():
     assert with_sizes(config, {"num_hidden_layers": 8}).layer_types == kinds + kinds[:2]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_sizes_that_no_model_has(subtests):
+    for changes, message in [
         ({"num_hiden_layers": 2}, "unknown model field 'num_hiden_layers'. Did you mean 'num_hidden_layers'"),
         ({"model_type": "gpt2"}, "unknown model field 'model_type'"),
         ({"hidden_size": "wide"}, "model.hidden_size='wide' must be of the type of 2048"),
@@ -53,11 +50,9 @@ def test_patterns_of_layers_are_cut_and_repeated():
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be a whole number from 1"),
         ({"hidden_size": 392, "num_attention_heads": 7}, "num_key_value_heads=8 does not divide"),
         ({"hidden_size": 391}, "num_attention_heads=32 does not divide hidden_size=391: set model.num_atten"),
-    ],
-)
-def test_sizes_that_no_model_has(changes, message):
-    with pytest.raises(InputError, match=message):
-        with_sizes(load_config("llama-3.2-1b"), changes)
+    ]:
+        with subtests.test(f"{changes} {message}"), pytest.raises(InputError, match=message):
+            with_sizes(load_config("llama-3.2-1b"), changes)
 
 
 def test_trained_weights_are_seen(tmp_path):

@@ -315,12 +315,15 @@ def test_an_optimizers_kernel_over_all_weights_grows_with_depth():
     assert kernels[Kernel(False, 7, 5)] == 32
 
 
-@pytest.mark.parametrize(
-    ("positional", "named", "share"),
-    [((True,), {}, 2), ((False,), {"is_causal": True}, 1), ((), {"is_causal": True}, 2), ((), {}, 1)],
-)
-def test_a_causal_mask_skips_half_of_the_blocks(positional, named, share):
-    assert _visited(1000, positional, named) == 1000 // share
+def test_a_causal_mask_skips_half_of_the_blocks(subtests):
+    for positional, named, share in [
+        ((True,), {}, 2),
+        ((False,), {"is_causal": True}, 1),
+        ((), {"is_causal": True}, 2),
+        ((), {}, 1),
+    ]:
+        with subtests.test(f"{positional} {named} {share}"):
+            assert _visited(1000, positional, named) == 1000 // share
 
 
 def test_every_row_is_multiplied_with_one_experts_weight():
@@ -349,11 +352,14 @@ def test_a_step_has_the_tokens_of_all_its_micro_batches_and_devices(tokens, rate
     assert Throughput.of(job, 4.0, 0.5).generation_share is None
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_flash_attention_multiplies_every_query_with_the_longest_sequences_keys(causal):
-    query = torch.empty(2, 6, 3, 4)  # two matmuls forward and five backward, of 2 × queries × keys × head size each
-    matmul = 2 * 2 * 6 * 3 * 4 * 10 // (2 if causal else 1)
-    forward = (query, query, query, None, None, 6, 10, 0.0, causal, False)
-    backward = (query, query, query, query, query, query, None, None, 6, 10, 0.0, causal)
-    assert _flops(torch.ops.aten._flash_attention_forward.default, forward, {}, None) == 2 * matmul
-    assert _flops(torch.ops.aten._flash_attention_backward.default, backward, {}, None) == 5 * matmul
+def test_flash_attention_multiplies_every_query_with_the_longest_sequences_keys(subtests):
+    for causal in [True, False]:
+        with subtests.test(f"{causal}"):
+            query = torch.empty(
+                2, 6, 3, 4
+            )  # two matmuls forward and five backward, of 2 × queries × keys × head size each
+            matmul = 2 * 2 * 6 * 3 * 4 * 10 // (2 if causal else 1)
+            forward = (query, query, query, None, None, 6, 10, 0.0, causal, False)
+            backward = (query, query, query, query, query, query, None, None, 6, 10, 0.0, causal)
+            assert _flops(torch.ops.aten._flash_attention_forward.default, forward, {}, None) == 2 * matmul
+            assert _flops(torch.ops.aten._flash_attention_backward.default, backward, {}, None) == 5 * matmul

@@ -184,6 +184,7 @@ def test_the_command_line_estimates_a_task(task, command, tmp_path):
     assert code == 0 and f"{4 if task in ('dpo', 'reward') else 2} × 64 tokens" in said and "fits" in said
 
 
-@pytest.mark.parametrize("tokens", [2, 7])
-def test_a_text_has_the_tokens_of_its_words_and_an_end(tokens):
-    assert _text(tokens).split() == [WORD] * (tokens - 1)
+def test_a_text_has_the_tokens_of_its_words_and_an_end(subtests):
+    for tokens in [2, 7]:
+        with subtests.test(f"{tokens}"):
+            assert _text(tokens).split() == [WORD] * (tokens - 1)

@@ -171,9 +171,8 @@ def test_unified_memory_is_shared_with_the_system_and_the_process():
     assert detect._cuda(_card("Radeon 8060S", 120, gcnArchName="gfx1151"), hip="7.0").memory == 120 * GIB
 
 
-@pytest.mark.parametrize(
-    ("name", "gib", "target", "expected"),
-    [
+def test_detection_of_amd_cards(subtests):
+    for name, gib, target, expected in [
         ("AMD Radeon RX 6800 XT", 16, "gfx1030", "rx_6800_xt"),
         ("AMD Radeon RX 7900 XT", 20, "gfx1100", "rx_7900_xt"),
         ("AMD Radeon RX 9070 XT", 15.9, "gfx1201", "rx_9070_xt"),
@@ -182,11 +181,10 @@ def test_unified_memory_is_shared_with_the_system_and_the_process():
         ("AMD Instinct MI300X VF", 191.5, "gfx942", "mi300x"),
         ("AMD Instinct MI325X", 255.98, "gfx942", "mi325x"),
         ("AMD Radeon Graphics", 12, "gfx1103", "generic_rocm_12gb"),
-    ],
-)
-def test_detection_of_amd_cards(name, gib, target, expected):
-    found = detect._cuda(_card(name, gib, gcnArchName=target), hip="6.4")
-    assert found.name == expected and found.architecture == target.split(":")[0]
+    ]:
+        with subtests.test(f"{name} {gib} {target} {expected}"):
+            found = detect._cuda(_card(name, gib, gcnArchName=target), hip="6.4")
+            assert found.name == expected and found.architecture == target.split(":")[0]
 
 
 def test_names_as_people_write_them(subtests):
