@@ -389,6 +389,92 @@ def test_what_follows_of_jobs_on_other_devices_of_other_kinds():
     frozen.check("jobs_of_other_kinds", found)
 
 
+FIELDS = {
+    "nothing": {},
+    "aliases": {"gradient_checkpointing": True, "per_device_train_batch_size": 3},
+    "unknown": {"learning": 1},
+    "of another type": {"bf16": "maybe"},
+    "every second": {"activation_checkpointing_kwargs": {"every_n_layers": 2, "offload": False}},
+    "compile mode": {"torch_compile_mode": "default"},
+    "compile backend": {"torch_compile_backend": "eager", "torch_compile": False},
+    "batches": {"accelerator_config": {"split_batches": False}, "output_dir": "x", "gradient_accumulation_steps": 4},
+    "split batches": {"accelerator_config": {"split_batches": True}},
+    "accumulation": {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+    "fsdp": {"fsdp": "full_shard offload", "fsdp_config": {"version": 2}},
+    "fsdp unread": {"fsdp_config": {"version": 2}},
+    "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 2}}, "optim": "sgd"},
+    "both": {"deepspeed": {"zero_optimization": {"stage": 1}}, "fsdp": True},
+}
+SHARED_BY = (
+    {},
+    {"cp": 2},
+    {"sp": 2},
+    {"tp": 2},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"cp": 2, "dp_shard": 4},
+    {"cp": 4},
+)
+
+
+def test_what_follows_of_fields_before_there_is_a_job(monkeypatch):
+    from hf_memopt.engines import engine_named
+    from hf_memopt.estimator import training_fields as fields_of
+
+    for name in ("ACCELERATE_USE_PARALLELISM_CONFIG", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.delenv(name, raising=False)
+    found = {}
+    for name, given in FIELDS.items():
+        fields = refused(fields_of.read_fields, given)
+        found[name] = [str(fields)]
+        for strategy, world_size in (
+            [] if isinstance(fields, str) else [(s, n) for s in (None, "ddp", "fsdp2", "zero3", "tp2") for n in (1, 4)]
+        ):
+            checked = refused(fields_of.check_fsdp, fields, strategy, world_size)
+            settled, engine = fields_of.settle_engine(fields, strategy, world_size)
+            shown = {key: value for key, value in settled.items() if key in ("fsdp", "fsdp_config")}
+            found[name].append(
+                [f"{strategy} {world_size}", checked, engine.strategy, str(shown), "deepspeed" in settled]
+            )
+    usual = {"cp": 1, "sp": 1, "tp": 1, "dp_replicate": 1, "dp_shard": 1}
+    for sizes in SHARED_BY:
+        config = SimpleNamespace(**{f"{name}_size": size for name, size in {**usual, **sizes}.items()})
+        found[f"shared {sizes}"] = [
+            refused(fields_of.sharing_processes, {"parallelism_config": config}, engine_named(engine), ranks, False)
+            for engine in ("ddp", "fsdp2", "tp2")
+            for ranks in (1, 2, 4, 8)
+        ]
+        zero = SimpleNamespace(deepspeed={}, by_transformers=False, label="zero3", fsdp_version=None)
+        asked = {"parallelism_config": config}
+        found[f"by zero {sizes}"] = [refused(fields_of.sharing_processes, {**asked}, zero, 2, True)]
+    asked = {"parallelism_config": None, "bf16": True}
+    assert fields_of.sharing_processes(asked, engine_named("ddp"), 3, launched=True) == 1 and asked == {"bf16": True}
+    kinds = ({}, {"do_eval": True}, {"eval_strategy": "no"}, {"eval_strategy": "steps"}, {"eval_strategy": KIND})
+    found["evaluates"] = [fields_of.evaluates(fields) for fields in kinds]
+    found["periods"] = [
+        fields_of.checkpointing_period({"activation_checkpointing_kwargs": kwargs}, memory_args)
+        for kwargs in (None, {}, {"every_n_layers": 3}, {"every_n_layers": 0}, "text")
+        for memory_args in (
+            *(None, MemoryArguments(checkpoint_ratio=0.5), MemoryArguments(weight_streaming=True)),
+            *(
+                MemoryArguments(weight_streaming=True, weight_streaming_ratio=0.25, checkpoint_ratio=part)
+                for part in (None, 0.5)
+            ),
+        )
+    ]
+    frozen.check("training_fields", found)
+
+
+KIND = SimpleNamespace(value="epoch")
+
+
+def refused(function, *args):
+    """What a function returns, or the sentence that refuses it."""
+    try:
+        return function(*args)
+    except InputError as error:
+        return f"error: {error}"
+
+
 # ---- what is made of traces
 
 
