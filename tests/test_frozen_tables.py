@@ -1382,6 +1382,9 @@ def test_depths_that_are_traced_and_what_they_say_of_deep_ones():
         found[f"{name} {depth}"] = [extrapolate.layer_period(config), depths, list(shallow.values())]
     found["counted"] = [extrapolate.count_layers(Layers(depth)) for depth in (3, 0, -1, None, 2.0, True)]
 
+    def shown(peaks: dict) -> list:
+        return [(name, vars(peak) | {"by_kind": sorted(peak.by_kind.items())}) for name, peak in peaks.items()]
+
     def moments(depth: int) -> dict:
         """Peaks that grow with the depth and from layer to layer; of host memory and paged states, too."""
         made = {Moment("start", 0, None): Peak(10 * depth, {"a": 10 * depth}, depth, 3 * depth)}
@@ -1393,10 +1396,10 @@ def test_depths_that_are_traced_and_what_they_say_of_deep_ones():
     for dense, (low, high), by_layer, unlike in itertools.product((0, 1), ((3, 4), (4, 6)), (True, False), (0, 1, 2)):
         config, traces = Layers(12, first_k_dense_replace=dense), [moments(low), moments(high)]
         peaks = extrapolate.extrapolate_peaks(config, (low, high), traces, by_layer, unlike)
-        found[f"peaks {dense} {low} {by_layer} {unlike}"] = list(peaks.items())
+        found[f"peaks {dense} {low} {by_layer} {unlike}"] = shown(peaks)
         places = [place for place, _ in extrapolate._placed(moments(high), high, low, dense + unlike, by_layer)]
         found[f"places {dense} {low} {by_layer} {unlike}"] = places
-    found["whole"] = list(extrapolate.extrapolate_peaks(Layers(4), (4,), [moments(4)]).items())
+    found["whole"] = shown(extrapolate.extrapolate_peaks(Layers(4), (4,), [moments(4)]))
     deep = extrapolate.highest((moment.segment, peak) for moment, peak in moments(12).items())
     wanted = extrapolate.extrapolate_peaks(Layers(12), (4, 6), [moments(4), moments(6)])
     assert {name: peak.total for name, peak in wanted.items()} == {name: peak.total for name, peak in deep.items()}

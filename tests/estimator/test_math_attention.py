@@ -1,5 +1,7 @@
 """sdpa where no fused kernel of CUDA takes the tensors: torch's math kernel, as a trace counts it."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoConfig
@@ -30,19 +32,22 @@ def test_which_tensors_a_fused_kernel_takes(subtests):
             assert is_fused(dtype, grouped, capability) is expected
 
 
-@pytest.mark.parametrize("dtype", [HALF, WIDE])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("heads", [1, 2, 8])
-def test_computes_what_torchs_kernel_does(dtype, masked, heads):
-    generator = torch.Generator().manual_seed(heads)
-    query, key, value = (torch.randn(2, n, 9, 16, generator=generator).to(dtype) for n in (8, heads, heads))
-    mask = torch.rand(2, 1, 9, 9, generator=generator) > 0.3 if masked else None
-    bias = None if mask is None else torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, float("-inf"))
-    expected, _ = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, bias, 0.0, not masked, scale=0.3, enable_gqa=heads < 8
-    )
-    found = _attend(query, key, value, mask, 0.0, not masked, 0.3, 8 // heads)
-    assert found.dtype == dtype and torch.allclose(found, expected, atol=1e-6 if dtype == WIDE else 1e-3)
+def test_computes_what_torchs_kernel_does():
+    """Of three dimensions and of four, of heads and of groups of them, with masks of booleans and of numbers."""
+    asked = itertools.product((HALF, WIDE), (None, bool, float), (False, True), (1, 2, 8), (None, 0.3), ((), (2,)))
+    for dtype, kind, causal, heads, scale, batch in asked:
+        if kind and causal:
+            continue
+        generator = torch.Generator().manual_seed(heads)
+        query, key, value = (torch.randn(*batch, n, 9, 16, generator=generator).to(dtype) for n in (8, heads, heads))
+        mask = torch.rand(*batch, 1, 9, 9, generator=generator) > 0.3 if kind else None
+        bias = None if mask is None else torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, float("-inf"))
+        settings = {"scale": scale, "enable_gqa": heads < 8}
+        expected, _ = torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, bias, 0.0, causal, **settings
+        )
+        found = _attend(query, key, value, mask if kind is bool else bias, 0.0, causal, scale, 8 // heads)
+        assert found.dtype == dtype and torch.allclose(found, expected, atol=1e-6 if dtype == WIDE else 1e-3)
 
 
 def test_drops_what_is_asked_for():
