@@ -2,11 +2,14 @@
 as their sources say (the modules' docstrings)."""
 
 import itertools
+import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import frozen
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
@@ -181,6 +184,37 @@ def test_kernels_that_are_stood_in_for():
         else:
             liger.check_liger({"use_liger_kernel": True}, device)
     frozen.check("stand_in_kernels", found)
+
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 40}
+CHOICES = (
+    *({}, {"rms_norm": False}, {"swiglu": False}, {"geglu": False}, {"rope": False}, {"rope": True}),
+    *({"fused_linear_cross_entropy": False}, {"fused_linear_cross_entropy": True}, {"cross_entropy": True}),
+    {"fused_linear_cross_entropy": False, "cross_entropy": True},
+)
+
+
+def test_what_liger_replaces_of_a_model():
+    """The modules whose forward is another, and whether the rotation and the loss are."""
+    found = {}
+    for kind, chosen in itertools.product(("llama", "phi3", "gemma2", "glm4", "granite", "mixtral"), CHOICES):
+        with torch.device("meta"):
+            config = AutoConfig.for_model(kind, **TINY, num_key_value_heads=4, head_dim=8, pad_token_id=0)
+            model = AutoModelForCausalLM.from_config(config)
+        module = sys.modules[type(model).__module__]
+        before = module.apply_rotary_pos_emb, model.loss_function
+        with ExitStack() as stack:
+            try:
+                liger._apply(model, liger._MODELED[kind], chosen, 8.0, stack)
+            except InputError as error:
+                found[f"{kind} {chosen}"] = str(error)
+                continue
+            names = [name for name, part in model.named_modules() if "forward" in vars(part)]
+            rotates = module.apply_rotary_pos_emb is liger._rotate
+            loss = model.loss_function.__name__ if model.loss_function is not before[1] else "own"
+            found[f"{kind} {chosen}"] = [" ".join(names), rotates, loss]
+        assert module.apply_rotary_pos_emb is before[0]
+    frozen.check("liger", found)
 
 
 def test_flex_attention_has_no_dropout():
