@@ -1,11 +1,15 @@
 """Every estimate is checked against itself and its model: what contradicts itself is an error, never a number."""
 
 import dataclasses
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
+from hf_memopt import MemoryArguments
+from hf_memopt.engines import engine_named
 from hf_memopt.errors import ImpossibleEstimate
-from hf_memopt.estimator import assembly
+from hf_memopt.estimator import assembly, physical
 from hf_memopt.estimator.accounting.ledger import Peak
 from hf_memopt.estimator.api import run_trace
 from hf_memopt.estimator.job import describe
@@ -81,6 +85,63 @@ def test_weights_that_were_not_counted_are_missed(judged):
             peaks | {"load": halved},
             job,
         )
+
+
+LOADED, SIZES, SPARE = 4_000_000, [300_000, 700_000], 2 * 4 * 512  # bytes, trained weights, a block of each and more
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_kinds_of_memory_are_bounded_by_the_weights(streamed, monkeypatch):
+    """One byte more than a hundredth above the bound, and the blocks of the weights, is too much."""
+    weights = {"count": 0}
+    monkeypatch.setattr(physical, "count_weights", lambda *_: weights["count"])
+
+    def contradictions(engine="none", optim="adamw_torch", dtype="float32", **breakdown) -> list[str]:
+        job = SimpleNamespace(
+            **{"engine": engine_named(engine), "fields": {"optim": optim} if optim else {}, "dtype": dtype},
+            **{"trained_sizes": lambda: SIZES, "config": None, "task": "", "quantization_config": None},
+            memory_args=MemoryArguments(weight_streaming=streamed),
+        )
+        kinds = dict.fromkeys(("parameters", "gradients", "optimizer_states"), 0) | breakdown
+        return list(physical._bounds(kinds, {"load": Peak(LOADED, {"parameters": LOADED})}, job))
+
+    for settings, kind, bound in [
+        *(((), "parameters", LOADED), ((), "gradients", LOADED), (("fsdp2",), "parameters", None)),
+        *(
+            (("fsdp2",), "gradients", 4),
+            (("zero2",), "gradients", 8),
+            (("none", "sgd", "float64"), "gradients", LOADED),
+        ),
+        *((("fsdp2", "sgd", "float64"), "gradients", 8), (("fsdp2", "sgd", "bfloat16"), "gradients", 4)),
+        *(
+            ((), "optimizer_states", 8),
+            (("none", "sgd"), "optimizer_states", 4),
+            (("none", None), "optimizer_states", 8),
+        ),
+        *((("none", "lomo"), "optimizer_states", 12), (("none", "galore_adamw"), "optimizer_states", 16)),
+        *((("zero2",), "optimizer_states", 12), (("none", "sgd", "float64"), "optimizer_states", 8)),
+    ]:
+        if bound == LOADED and streamed:  # weights come and go
+            bound = None if kind == "parameters" else 8 if "float64" in settings else 4
+        most = (bound if bound == LOADED else (bound or 100) * sum(SIZES)) * 101 // 100 + SPARE
+        assert not contradictions(*settings, **{kind: most}), (settings, kind)
+        found = contradictions(*settings, **{kind: most + 1})
+        assert len(found) == (
+            0 if bound is None else 2 if not streamed and kind == "gradients" and not settings else 1
+        )
+    for count, missing in ((1_010_000, 0), (1_010_001, 1)):
+        weights["count"] = count
+        assert len(contradictions()) == (0 if streamed else missing) and not contradictions("fsdp2")
+        assert not contradictions(dtype="bfloat16")
+
+
+def test_a_sharded_peak_is_near_that_of_all_its_layers():
+    for engine, extended, wrong in [
+        *(("fsdp2", 0, False), ("fsdp2", 1, True), ("zero3", 1, False), ("ddp", 1, False), ("none", 1, False)),
+    ]:
+        job = SimpleNamespace(engine=engine_named(engine))
+        with pytest.raises(ImpossibleEstimate, match="from layer to layer") if wrong else nullcontext():
+            physical.check_depth(125 * 2**20 + 32 * 2**20 + extended, 100 * 2**20, job)
 
 
 def test_a_command_ends_with_a_sentence(monkeypatch, capsys):
