@@ -1506,3 +1506,51 @@ def test_devices_as_they_are_listed_described_and_measured():
     paths = {"torch": "2.13.0+cu130", "runtime": None, "driver": "580.1/x"}
     found["path"] = device_path(card, paths).name
     checked("listed_devices", found)
+
+
+# ---- batches of models that take no text
+
+
+INPUTS = {
+    "usual": {},
+    "sized": {"image_size": 30, "num_channels": 1},
+    "wide": {"image_size": (30, 40), "in_channels": 4, "num_frames": 5},
+    "cropped": {"crop_size": [8, 9], "frames_per_clip": 7, "num_frames": 3},
+    "a tower": {"vision_config": Layers(1, image_size=12, patch_embed_hidden_size=70), "image_size": 99},
+    "an encoder": {"encoder": Layers(1, image_size=14, num_channels=2)},
+    "convolutions": {"conv_kernel": (10, 3), "conv_stride": (5, 2)},
+    "spectrogram": {"max_length": 100, "num_mel_bins": 64},
+    "length alone": {"max_length": 100},
+    "whisper": {"model_type": "whisper", "num_mel_bins": 80, "max_source_positions": 1500, "is_encoder_decoder": True},
+    "speech": {"input_feat_per_channel": 40, "max_source_positions": 2000, "is_encoder_decoder": True},
+    "long speech": {"input_dim": 20, "max_source_positions": 6000, "is_encoder_decoder": True},
+    "frames": {"feature_projection_input_dim": 160, "encoder_config": Layers(1, mel_dim=50, subsampling_factor=8)},
+    "audio": {"audio_config": Layers(1, num_mel_bins=128)},
+}
+
+
+def test_inputs_of_models_of_images_and_speech():
+    from hf_memopt.estimator.tracing import tasks
+    from hf_memopt.estimator.tracing.tasks import Batch
+
+    found = {}
+    for name, fields in INPUTS.items():
+        batch = Batch(Layers(1, **fields), 3, 50)
+        for kind, function in tasks._OTHER_INPUTS.items():
+            if kind != "flattened_patches" or name == "a tower":
+                found[f"{name} {kind}"] = answered(function, batch)
+        found[name] = tasks._image_size(batch.config), tasks._channels(batch.config)
+    for task, row in tasks.TASKS.items():
+        labels = [row.labels(Batch(Layers(1, image_size=20), 2, tokens)) for tokens in (1, 3, 4, 100)]
+        found[f"labels {task}"] = labels, row.choices, row.adapters
+    for name in (
+        "ner",
+        "AutoModelForCTC",
+        "seq2seq",
+        "automatic-speech-recognition",
+        "translation",
+        "dpo",
+        "causal lm",
+    ):
+        found[f"named {name}"] = answered(tasks.named_tasks, name)
+    checked("inputs", found)
