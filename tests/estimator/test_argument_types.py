@@ -76,15 +76,10 @@ def test_every_argument_of_get_preset(subtests):
 REFUSED = {
     "hardware": [None, 3, [], object(), True, b"x", float("nan"), int],
     "effective_batch_size": ["lora", 1.5, object(), ("a",), {1: 2}, True, 0],
-    "seq_len": ["lora", 1.5, object(), ("a",), {1: 2}, True, -1],
-    "memory": ["24GB", [], {}, float("nan"), 0],
-    "training": [3, "lora", ("a",)],
-    "lora": [3, "lora", ("a",)],
-    "memory_args": [3, "lora", {}],
-    "quantization": [3, "lora", {"load_in_4bit": True}, {"no_field": 1}],
-    "host_memory": ["64GB", float("nan")],
-    "method": [None, 3, []],
-    "strategy": [3, [], b"x"],
+    **{"seq_len": ["lora", 1.5, object(), ("a",), {1: 2}, True, -1], "memory": ["24GB", [], {}, float("nan"), 0]},
+    **{"training": [3, "lora", ("a",)], "lora": [3, "lora", ("a",)], "memory_args": [3, "lora", {}]},
+    **{"quantization": [3, "lora", {"load_in_4bit": True}, {"no_field": 1}], "host_memory": ["64GB", float("nan")]},
+    **{"method": [None, 3, []], "strategy": [3, [], b"x"]},
 }
 
 
@@ -106,9 +101,7 @@ def test_any_value_of_any_argument(name, value, tiny):
 
 def test_what_is_in_a_container_is_looked_at(subtests):
     for hint, value, taken in [
-        (list[int], [1, 2], True),
-        (list[int], [1, "2"], False),
-        (tuple[float, float], (0.9, 0.95), True),
+        *((list[int], [1, 2], True), (list[int], [1, "2"], False), (tuple[float, float], (0.9, 0.95), True)),
         (tuple[float, float], (0.9, "0.95"), False),
         (tuple[int, str], (1, "2"), True),  # of several types the dataclass itself asks
         (dict[str, int], {"a": 1}, True),

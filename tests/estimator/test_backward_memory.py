@@ -9,13 +9,10 @@ from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
 
 ROWS = 1000
 SELECTIONS = {
-    "gather": lambda x: x.gather(1, torch.zeros(ROWS, 3, dtype=torch.long)),
-    "topk": lambda x: x.topk(4)[0],
-    "max": lambda x: x.max(-1)[0],
-    "index": lambda x: x[torch.arange(ROWS // 2)],
+    **{"gather": lambda x: x.gather(1, torch.zeros(ROWS, 3, dtype=torch.long)), "topk": lambda x: x.topk(4)[0]},
+    **{"max": lambda x: x.max(-1)[0], "index": lambda x: x[torch.arange(ROWS // 2)]},
     "index_select": lambda x: x.index_select(0, torch.arange(ROWS // 2)),
-    "mask": lambda x: x[torch.arange(ROWS) > 300],
-    "twice": lambda x: x.exp() + x.sin(),
+    **{"mask": lambda x: x[torch.arange(ROWS) > 300], "twice": lambda x: x.exp() + x.sin()},
 }
 
 

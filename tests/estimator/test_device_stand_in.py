@@ -44,9 +44,7 @@ def test_a_described_card_of_which_only_the_memory_is_known():
 
 def test_properties_of_a_card(subtests):
     for name, capability, architecture, warp in [
-        ("rtx_4090", (8, 9), "", 32),
-        ("b200", (10, 0), "", 32),
-        ("mi300x", (9, 4), "gfx942", 64),
+        *(("rtx_4090", (8, 9), "", 32), ("b200", (10, 0), "", 32), ("mi300x", (9, 4), "gfx942", 64)),
         ("rx_7900_xtx", (11, 0), "gfx1100", 32),
     ]:
         with subtests.test(name=name), seen_by_script(get_hardware(name)):

@@ -22,17 +22,11 @@ def test_time_and_cost_are_tokens_over_speed():
 def test_amounts_of_training(subtests):
     """Samples over all epochs, a part of one rounded up, at full length; None where nothing is asked."""
     for asked, samples, tokens in [
-        ({}, None, None),
-        ({"tokens": 5}, None, 5),
-        ({"samples": 100}, 100, 102_400),
-        ({"samples": 100, "epochs": 2.5}, 250, 256_000),
-        ({"samples": 3, "epochs": 0.5}, 2, 2048),
-        ({"samples": 0, "epochs": 3}, 0, 0),
-        ({"tokens": 5, "samples": 100}, "say the same", None),
-        ({"tokens": 0, "epochs": 1}, "say the same", None),
-        ({"epochs": 2.5}, "epochs=2.5 needs", None),
-        ({"price": 0.5}, "price=0.5 needs", None),
-        ({"price": 0.5, "samples": 0}, 0, 0),
+        *(({}, None, None), ({"tokens": 5}, None, 5), ({"samples": 100}, 100, 102_400)),
+        *(({"samples": 100, "epochs": 2.5}, 250, 256_000), ({"samples": 3, "epochs": 0.5}, 2, 2048)),
+        *(({"samples": 0, "epochs": 3}, 0, 0), ({"tokens": 5, "samples": 100}, "say the same", None)),
+        *(({"tokens": 0, "epochs": 1}, "say the same", None), ({"epochs": 2.5}, "epochs=2.5 needs", None)),
+        *(({"price": 0.5}, "price=0.5 needs", None), ({"price": 0.5, "samples": 0}, 0, 0)),
         ({"price": 0.5, "tokens": 0}, None, 0),
     ]:
         with subtests.test(str(asked)):

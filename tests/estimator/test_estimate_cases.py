@@ -497,13 +497,10 @@ def test_a_loss_that_holds_the_model_names_none_of_its_layers_anew(tmp_path, mon
 def test_a_batch_with_a_mask_or_with_positions_that_start_again_is_padded():
     mask, positions = torch.ones(2, 3), torch.arange(3).repeat(2, 1)
     for batch, padded in (
-        ({}, False),
-        (torch.ones(2, 3), False),
-        ({"attention_mask": mask}, False),
+        *(({}, False), (torch.ones(2, 3), False), ({"attention_mask": mask}, False)),
         ({"attention_mask": mask.clone().fill_diagonal_(0)}, True),
         ({"position_ids": positions, "attention_mask": mask}, False),
-        ({"position_ids": torch.tensor([[0, 1, 0]])}, True),
-        ({"position_ids": torch.tensor([[0, 0, 0]])}, False),
+        *(({"position_ids": torch.tensor([[0, 1, 0]])}, True), ({"position_ids": torch.tensor([[0, 0, 0]])}, False)),
     ):
         assert is_padded(batch) is padded, batch
 

@@ -39,15 +39,10 @@ def job(fields=(), strategy=None, world_size=2):
 
 
 _REPLACED_ENGINES = [
-    ({"fsdp": True}, "ddp", "ddp"),
-    ({"fsdp": True}, "none", "ddp"),
-    ({"fsdp": True}, "zero2", "deepspeed"),
-    ({"fsdp": True}, "hsdp2", "mesh"),
-    ({"deepspeed": "zero2"}, "ddp", "ddp"),
-    ({"deepspeed": "zero2"}, "fsdp2", "fsdp2"),
-    ({"deepspeed": "zero3"}, "tp2", "mesh"),
-    ({"fsdp": True}, None, "fsdp2"),
-    ({"deepspeed": "zero2"}, None, "deepspeed"),
+    *(({"fsdp": True}, "ddp", "ddp"), ({"fsdp": True}, "none", "ddp"), ({"fsdp": True}, "zero2", "deepspeed")),
+    *(({"fsdp": True}, "hsdp2", "mesh"), ({"deepspeed": "zero2"}, "ddp", "ddp")),
+    *(({"deepspeed": "zero2"}, "fsdp2", "fsdp2"), ({"deepspeed": "zero3"}, "tp2", "mesh")),
+    *(({"fsdp": True}, None, "fsdp2"), ({"deepspeed": "zero2"}, None, "deepspeed")),
     ({"fsdp": True, "fsdp_config": {"version": 1}}, "fsdp2", "fsdp2"),
 ]
 
@@ -147,10 +142,8 @@ def test_processes_of_the_command_line_share_a_mesh(command):
 
 def test_a_field_beside_another_strategy_is_refused():
     for name, strategy, fields in (
-        ("l40s_x4", "ddp", {"fsdp": True}),
-        ("l40s_x4", "zero2", {"fsdp": True}),
-        ("l40s_x4", "fsdp2", {"deepspeed": "zero2"}),
-        ("l40s_x4", "tp4", {"deepspeed": "zero2"}),
+        *(("l40s_x4", "ddp", {"fsdp": True}), ("l40s_x4", "zero2", {"fsdp": True})),
+        *(("l40s_x4", "fsdp2", {"deepspeed": "zero2"}), ("l40s_x4", "tp4", {"deepspeed": "zero2"})),
     ):
         with pytest.raises(InputError, match=f"beside strategy {strategy}: leave one of the two out"):
             spec_job(preset_spec(preset_by_name(name, strategy=strategy), training=fields))

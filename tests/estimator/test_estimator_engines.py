@@ -220,13 +220,9 @@ def test_the_root_that_is_reduced_last_is_not_the_heads_moment(monkeypatch):
 def test_the_limits_of_zero_3_hold_at_full_depth(group, monkeypatch):
     """Gathered weights and the optimizer's groups stop growing where the JSON says so."""
     zero = {
-        "stage": 3,
-        "sub_group_size": group,
-        "stage3_max_live_parameters": 3_000_000,
-        "stage3_max_reuse_distance": 3_000_000,
-        "stage3_prefetch_bucket_size": "auto",
-        "reduce_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
+        **{"stage": 3, "sub_group_size": group, "stage3_max_live_parameters": 3_000_000},
+        **{"stage3_max_reuse_distance": 3_000_000, "stage3_prefetch_bucket_size": "auto"},
+        **{"reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
     }
     fields = {
         "per_device_train_batch_size": 1,

@@ -110,16 +110,10 @@ def test_logits_that_wait_for_metrics(tmp_path):
 
 def test_batches_whose_logits_wait_for_metrics(subtests):
     for more, evaluated, kept in [
-        ({}, 7, 7),
-        ({"compute_metrics": None}, 0, 0),
-        ({"prediction_loss_only": True}, 0, 0),
-        ({"eval_dataset": None}, 0, 0),
-        ({"eval_dataset": {"a": [0] * 3, "b": [0] * 4, "stream": iter(())}}, 2, 2),
-        ({"eval_dataset": []}, 1, 1),
-        ({"batch_eval_metrics": True}, 1, 1),
-        ({"eval_accumulation_steps": 3}, 7, 3),
-        ({"eval_accumulation_steps": 9}, 7, 7),
-        ({"reduce_eval_logits": True}, 0, 0),
+        *(({}, 7, 7), ({"compute_metrics": None}, 0, 0), ({"prediction_loss_only": True}, 0, 0)),
+        *(({"eval_dataset": None}, 0, 0), ({"eval_dataset": {"a": [0] * 3, "b": [0] * 4, "stream": iter(())}}, 2, 2)),
+        *(({"eval_dataset": []}, 1, 1), ({"batch_eval_metrics": True}, 1, 1), ({"eval_accumulation_steps": 3}, 7, 3)),
+        *(({"eval_accumulation_steps": 9}, 7, 7), ({"reduce_eval_logits": True}, 0, 0)),
         ({"reduce_eval_logits": True, "preprocess_logits_for_metrics": len}, 7, 7),
     ]:
         with subtests.test(f"{more} {evaluated} {kept}"):

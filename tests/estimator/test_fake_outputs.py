@@ -34,26 +34,17 @@ CALLS = {
     ],
     "dtypes": lambda a, b: [b * 2.0, b * torch.ones(6), b.float() / 3, b.long() * 1.5, b.to(torch.float16)],
     "strides": lambda a, b: [
-        a.transpose(0, 2) + 1,
-        a.transpose(0, 2).contiguous(),
-        a.expand(2, 4, 6, 8) * 1,
-        b.t() @ b,
+        *(a.transpose(0, 2) + 1, a.transpose(0, 2).contiguous(), a.expand(2, 4, 6, 8) * 1, b.t() @ b),
     ],
     "views": lambda a, b: [
         *a.split(2),
         *a.unbind(1),
-        a.view(24, 8),
-        a[1:, ::2],
-        b.view(torch.int16),
-        a.as_strided((2,), (3,), 1),
+        *(a.view(24, 8), a[1:, ::2], b.view(torch.int16), a.as_strided((2,), (3,), 1)),
     ],
     "several": lambda a, b: [*a.max(-1), *torch.topk(a, 3), *F.layer_norm(a, (8,)).sort(0)],
     "in place": lambda a, b: [a.add_(1).mul_(2), b.zero_(), *torch._foreach_mul([a, a], 2.0)],
     "constructors": lambda a, b: [
-        torch.zeros_like(a),
-        a.new_ones(3),
-        torch.empty_strided((2, 3), (4, 1)),
-        torch.arange(5),
+        *(torch.zeros_like(a), a.new_ones(3), torch.empty_strided((2, 3), (4, 1)), torch.arange(5)),
     ],
 }
 
@@ -116,13 +107,9 @@ def test_a_value_is_known_where_it_follows_from_known_ones(subtests):
 
 def test_only_whole_storages_are_made_anew(subtests):
     for make, plain in [
-        (lambda: torch.empty(4, 6), True),
-        (lambda: torch.empty(4, 6).t(), True),
-        (lambda: torch.empty(0, 6), True),
-        (lambda: torch.empty(()), True),
-        (lambda: torch.empty(4, 6)[:2], False),
-        (lambda: torch.empty(4, 6)[1:], False),
-        (lambda: torch.empty(4, 6, dtype=torch.complex64), False),
+        *((lambda: torch.empty(4, 6), True), (lambda: torch.empty(4, 6).t(), True), (lambda: torch.empty(0, 6), True)),
+        *((lambda: torch.empty(()), True), (lambda: torch.empty(4, 6)[:2], False)),
+        *((lambda: torch.empty(4, 6)[1:], False), (lambda: torch.empty(4, 6, dtype=torch.complex64), False)),
         (lambda: torch.empty(4, 6, layout=torch.sparse_coo), False),
         (lambda: torch.empty(4, 6, device="meta"), False),
     ]:

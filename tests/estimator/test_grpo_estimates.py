@@ -232,9 +232,7 @@ def test_vllm_takes_its_share_where_it_colocates():
     alone, server, awake, asleep = (
         task(**fields)
         for fields in (
-            {},
-            {"use_vllm": True, "vllm_mode": "server"},
-            {"use_vllm": True, "vllm_gpu_memory_utilization": 0.5},
+            *({}, {"use_vllm": True, "vllm_mode": "server"}, {"use_vllm": True, "vllm_gpu_memory_utilization": 0.5}),
             {"use_vllm": True, "vllm_gpu_memory_utilization": 0.5, "vllm_enable_sleep_mode": True},
         )
     )

@@ -67,28 +67,20 @@ def test_a_launchers_words_are_told_from_the_scripts(subtests):
         ("python -u train.py --bf16", "python", "-u", "train.py --bf16"),
         ("accelerate launch train.py --a 1", "accelerate", "", "train.py --a 1"),
         (
-            "accelerate launch --config_file x.yaml --multi_gpu train.py",
-            "accelerate",
-            "--config_file x.yaml --multi_gpu",
-            "train.py",
+            *("accelerate launch --config_file x.yaml --multi_gpu train.py", "accelerate"),
+            *("--config_file x.yaml --multi_gpu", "train.py"),
         ),
         ("/opt/bin/torchrun --nproc_per_node=8 train.py", "torchrun", "--nproc_per_node=8", "train.py"),
         (
-            "python3.11 -m torch.distributed.run --nproc-per-node 8 train.py",
-            "torchrun",
-            "--nproc-per-node 8",
+            *("python3.11 -m torch.distributed.run --nproc-per-node 8 train.py", "torchrun", "--nproc-per-node 8"),
             "train.py",
         ),
         (
-            "python -m accelerate.commands.launch --num_processes 2 train.py",
-            "accelerate",
-            "--num_processes 2",
+            *("python -m accelerate.commands.launch --num_processes 2 train.py", "accelerate", "--num_processes 2"),
             "train.py",
         ),
         (
-            "deepspeed --num_gpus 4 train.py --deepspeed z.json",
-            "deepspeed",
-            "--num_gpus 4",
+            *("deepspeed --num_gpus 4 train.py --deepspeed z.json", "deepspeed", "--num_gpus 4"),
             "train.py --deepspeed z.json",
         ),
     ]:
@@ -166,10 +158,7 @@ def test_a_command_is_taken_as_one(command, tmp_path, monkeypatch):
     command("dry-run", "t.py", "--hardware", "a100_80gb_x8", "--config_file", "z.yaml", "--", "--bf16")
     one, two = asked
     assert (one.hardware, one.launcher_words, one.script, one.arguments) == (
-        "a100_80gb",
-        ["--num_processes", "2"],
-        "t.py",
-        ["--hardware", "x"],
+        *("a100_80gb", ["--num_processes", "2"], "t.py", ["--hardware", "x"]),
     )
     assert (two.launch.by, two.launcher_words, two.arguments) == (
         "accelerate",

@@ -132,9 +132,7 @@ def test_of_equal_peaks_the_later_counts_and_host_bytes_are_the_most_of_any():
         third = new(1)
         assert held(ledger) == [19, {"gradients": 10, "activations": 9}, 8, 0]
     peaks = [
-        ("a", Peak(5, {"x": 5}, 1, 9)),
-        ("a", Peak(5, {"y": 5}, 3, 2)),
-        ("a", Peak(4, {"z": 4}, 2, 1)),
+        *(("a", Peak(5, {"x": 5}, 1, 9)), ("a", Peak(5, {"y": 5}, 3, 2)), ("a", Peak(4, {"z": 4}, 2, 1))),
         ("b", Peak(1)),
     ]
     assert highest(peaks) == {"a": Peak(5, {"y": 5}, 3, 9), "b": Peak(1)} and second is not third

@@ -19,10 +19,7 @@ _TAKEN = [
     (HALF, True, 7.5, False),  # a T4: the memory-efficient kernel takes no groups
     (HALF, False, 7.5, True),
     (torch.bfloat16, True, 0.0, True),  # ROCm
-    (WIDE, True, 9.0, False),
-    (WIDE, False, 9.0, True),
-    (WIDE, False, 7.0, True),
-    (WIDE, True, None, False),
+    *((WIDE, True, 9.0, False), (WIDE, False, 9.0, True), (WIDE, False, 7.0, True), (WIDE, True, None, False)),
 ]
 
 

@@ -302,13 +302,9 @@ def test_an_estimate_says_which_attention_the_model_took():
 def test_modules_are_named_as_people_write_lists(subtests):
     """peft takes a text for a pattern of a whole path, and finds no module of that name."""
     for text, expected in [
-        ("q_proj", ["q_proj"]),
-        ("q_proj,v_proj", ["q_proj", "v_proj"]),
-        ("q_proj, mlp.up_proj", ["q_proj", "mlp.up_proj"]),
-        ("[q_proj, v_proj]", ["q_proj", "v_proj"]),
-        ("all-linear", "all-linear"),
-        (r".*\.(q|v)_proj", r".*\.(q|v)_proj"),
-        ("true", True),
+        *(("q_proj", ["q_proj"]), ("q_proj,v_proj", ["q_proj", "v_proj"])),
+        *(("q_proj, mlp.up_proj", ["q_proj", "mlp.up_proj"]), ("[q_proj, v_proj]", ["q_proj", "v_proj"])),
+        *(("all-linear", "all-linear"), (r".*\.(q|v)_proj", r".*\.(q|v)_proj"), ("true", True)),
     ]:
         with subtests.test(f"{text} {expected}"):
             assert parse_settings([f"lora.target_modules={text}"])["lora"] == {"target_modules": expected}

@@ -173,12 +173,9 @@ LATER = {"steps": 10, "tokens": 40_000, "seconds": 20.0, "split": False}  # wher
 @pytest.mark.parametrize(
     ("changed", "ratio"),
     [
-        ({}, 0.5),
-        ({"steps": 5, "tokens": 20_000, "seconds": 10.0}, 0.5),
-        ({"steps": 4, "tokens": 16_000, "seconds": 8.0}, None),
-        ({"tokens": 20_000}, 0.25),
-        ({"tokens": 19_999}, None),
-        ({"split": True}, None),
+        *(({}, 0.5), ({"steps": 5, "tokens": 20_000, "seconds": 10.0}, 0.5)),
+        *(({"steps": 4, "tokens": 16_000, "seconds": 8.0}, None), ({"tokens": 20_000}, 0.25)),
+        *(({"tokens": 19_999}, None), ({"split": True}, None)),
     ],
 )
 def test_what_a_runs_speed_says(changed, ratio, predicted):

@@ -12,24 +12,15 @@ LAYERS = 9  # more than are traced whole
 LINEAR = {"target_modules": ["q_proj", "v_proj"]}
 VIRTUAL = {"num_virtual_tokens": 4, "num_layers": LAYERS, "token_dim": 64, "num_attention_heads": 4}
 SETTINGS = {
-    "LORA": {"r": 4, **LINEAR},
-    "ADALORA": {"init_r": 8, "target_r": 4, "total_step": 10, **LINEAR},
-    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": LAYERS},
-    "C3A": {"block_size": 16, **LINEAR},
-    "CARTRIDGE": VIRTUAL,
-    "CPT": {"cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]},
+    **{"LORA": {"r": 4, **LINEAR}, "ADALORA": {"init_r": 8, "target_r": 4, "total_step": 10, **LINEAR}},
+    **{"ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": LAYERS}, "C3A": {"block_size": 16, **LINEAR}},
+    **{"CARTRIDGE": VIRTUAL, "CPT": {"cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]}},
     "IA3": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
-    "LN_TUNING": {},
-    "MULTITASK_PROMPT_TUNING": {"num_tasks": 2, **VIRTUAL},
-    "P_TUNING": {"encoder_hidden_size": 32, **VIRTUAL},
-    "PREFIX_TUNING": VIRTUAL,
-    "PROMPT_TUNING": VIRTUAL,
-    "ROAD": {"group_size": 16, **LINEAR},
-    "SHIRA": {"r": 4, **LINEAR},
-    "TRAINABLE_TOKENS": {"token_indices": [1, 2, 3]},
-    "VBLORA": {"vector_length": 16, "num_vectors": 32, **LINEAR},
-    "WAVEFT": {"n_frequency": 100, **LINEAR},
-    "XLORA": {"hidden_size": 64, "adapters": {"a": "b"}},
+    **{"LN_TUNING": {}, "MULTITASK_PROMPT_TUNING": {"num_tasks": 2, **VIRTUAL}},
+    **{"P_TUNING": {"encoder_hidden_size": 32, **VIRTUAL}, "PREFIX_TUNING": VIRTUAL, "PROMPT_TUNING": VIRTUAL},
+    **{"ROAD": {"group_size": 16, **LINEAR}, "SHIRA": {"r": 4, **LINEAR}},
+    **{"TRAINABLE_TOKENS": {"token_indices": [1, 2, 3]}, "VBLORA": {"vector_length": 16, "num_vectors": 32, **LINEAR}},
+    **{"WAVEFT": {"n_frequency": 100, **LINEAR}, "XLORA": {"hidden_size": 64, "adapters": {"a": "b"}}},
 }
 REFUSED = ("CPT", "MULTITASK_PROMPT_TUNING", "POLY", "SHADOW", "WAVEFT", "XLORA")
 QUICK = ("ADAPTION_PROMPT", "IA3", "LOHA", "PREFIX_TUNING", "UNILORA")

@@ -66,10 +66,7 @@ def test_every_check_trips(subtests):
                 deepspeed=zero(
                     sub_group_size=10**6,
                     offload_optimizer={
-                        "device": "nvme",
-                        "nvme_path": ".",
-                        "pipeline_read": True,
-                        "pipeline_write": True,
+                        **{"device": "nvme", "nvme_path": ".", "pipeline_read": True, "pipeline_write": True},
                     },
                 ),
             ),
@@ -167,12 +164,9 @@ def test_this_launch_is_read(monkeypatch, tmp_path):
         weight.numel() for weight in LlamaForCausalLM(config).parameters()
     )
     for name, value in {
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_TP_SIZE": "2",
-        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4",
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-        "LOCAL_WORLD_SIZE": "8",
+        **{"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
+        **{"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4", "ACCELERATE_USE_FSDP": "true"},
+        **{"FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "LOCAL_WORLD_SIZE": "8"},
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")

@@ -322,9 +322,7 @@ CHECKPOINTS = {
     "bitnet": ({"linear_class": "autobitlinear", "quantization_mode": "online"}, 2),
     "compressed-tensors": (
         {
-            "format": "pack-quantized",
-            "quantization_status": "compressed",
-            "ignore": ["lm_head"],
+            **{"format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"]},
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 128}}},
         },
         2 + 2 / 128,
@@ -417,10 +415,7 @@ def test_the_replay_of_all_layers_has_the_peak_that_two_depths_extend_to(how, mo
 def test_what_is_quantized_or_dequantized_is_loaded_whole():
     settings = ({}, {"quantization_config": {}}, {"dequantized": "fp8"}, {"peft_config": _lora()})
     assert [ModelSettings(config=None, task="causal-lm", **one).loaded_whole for one in settings] == [
-        False,
-        True,
-        True,
-        False,
+        *(False, True, True, False),
     ]
 
 

@@ -57,11 +57,8 @@ FP8 = {**FOUR_BITS, "quantization_config": FineGrainedFP8Config(), "hardware": "
 DDP, FSDP2 = ({"world_size": 2, "strategy": name} for name in ("ddp", "fsdp2"))
 # Part -> settings of the jobs that call all it replaces.
 JOBS = {
-    Part.EVERY_JOB: [{"optim": "adamw_torch_8bit"}],
-    Part.ACCELERATOR: [{"optim": "adamw_torch"}],
-    Part.SEVERAL_DEVICES: [DDP],
-    Part.DDP: [DDP],
-    Part.FSDP2: [FSDP2, {"world_size": 4, "strategy": "tp2_hsdp1"}],
+    **{Part.EVERY_JOB: [{"optim": "adamw_torch_8bit"}], Part.ACCELERATOR: [{"optim": "adamw_torch"}]},
+    **{Part.SEVERAL_DEVICES: [DDP], Part.DDP: [DDP], Part.FSDP2: [FSDP2, {"world_size": 4, "strategy": "tp2_hsdp1"}]},
     Part.CONTEXT_PARALLEL: [{**FSDP2, "sharing": {"cp_size": 2}}],
     Part.DEEPSPEED: [
         *({"world_size": 2, "strategy": name} for name in ("zero2_offload_cpu", "zero3_offload_nvme")),

@@ -69,10 +69,7 @@ def test_directions_in_which_a_model_shrinks():
     layers, width, experts = smaller_sizes(load_config("mixtral-8x7b"))
     assert [sizes["num_hidden_layers"] for sizes in layers] == [24, 16, 8]
     assert width[0] == {
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "intermediate_size": 7168,
-        "num_key_value_heads": 4,
+        **{"hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 7168, "num_key_value_heads": 4},
     }
     assert experts == [{"num_local_experts": 4}, {"num_local_experts": 2}]
     for direction in (layers, width, experts):

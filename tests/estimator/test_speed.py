@@ -172,12 +172,9 @@ def test_speed_grows_with_devices_and_batches_cost_what_they_hold(config):
 @pytest.mark.parametrize(
     ("hardware", "fields", "reason"),
     [
-        ("cpu", {}, "bf16_flops of CPU"),
-        ("rtx_5090_laptop", {"bf16": True}, "is unknown"),
-        ("arc_b580", {"bf16": True}, "is unknown"),
-        ("apple_m5_16gb", {"bf16": True}, "is unknown"),
-        ("rtx_4090", {}, "32-bit matmuls"),
-        ("t4", {"bf16": True}, "emulates bf16"),
+        *(("cpu", {}, "bf16_flops of CPU"), ("rtx_5090_laptop", {"bf16": True}, "is unknown")),
+        *(("arc_b580", {"bf16": True}, "is unknown"), ("apple_m5_16gb", {"bf16": True}, "is unknown")),
+        *(("rtx_4090", {}, "32-bit matmuls"), ("t4", {"bf16": True}, "emulates bf16")),
     ],
 )
 def test_no_figure_is_shown_where_the_speed_is_unknown(config, hardware, fields, reason):
@@ -219,9 +216,7 @@ def test_inputs_that_transformers_offloads_are_counted_on_the_host():
         estimate(
             config,
             {
-                "per_device_train_batch_size": 4,
-                "bf16": True,
-                "activation_checkpointing": True,
+                **{"per_device_train_batch_size": 4, "bf16": True, "activation_checkpointing": True},
                 "activation_checkpointing_kwargs": {"use_reentrant": False, "offload": offload},
             },
             tokens // 4,
@@ -317,10 +312,7 @@ def test_an_optimizers_kernel_over_all_weights_grows_with_depth():
 
 def test_a_causal_mask_skips_half_of_the_blocks(subtests):
     for positional, named, share in [
-        ((True,), {}, 2),
-        ((False,), {"is_causal": True}, 1),
-        ((), {"is_causal": True}, 2),
-        ((), {}, 1),
+        *(((True,), {}, 2), ((False,), {"is_causal": True}, 1), ((), {"is_causal": True}, 2), ((), {}, 1)),
     ]:
         with subtests.test(f"{positional} {named} {share}"):
             assert _visited(1000, positional, named) == 1000 // share

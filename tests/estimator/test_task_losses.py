@@ -14,9 +14,7 @@ from transformers import BatchEncoding, Trainer
 # ---- batches
 
 BATCHES = {
-    "BatchEncoding": BatchEncoding,
-    "UserDict": UserDict,
-    "OrderedDict": OrderedDict,
+    **{"BatchEncoding": BatchEncoding, "UserDict": UserDict, "OrderedDict": OrderedDict},
     "ModelOutput": transformers.utils.ModelOutput,
 }
 

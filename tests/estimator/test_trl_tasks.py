@@ -69,24 +69,16 @@ def train(folder, task: str, adapters: bool, **fields):
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 16}
 CASES = {
-    "SFT, evaluated": ("sft", True, EVALUATED),
-    "DPO, evaluated": ("dpo", True, EVALUATED),
-    "KTO, evaluated": ("kto", True, EVALUATED),
-    "reward, evaluated": ("reward", True, EVALUATED),
-    "SFT": ("sft", False, {}),
-    "SFT, packed": ("sft", False, {"packing": True}),
-    "SFT, padding-free": ("sft", False, {"padding_free": True}),
-    "SFT, LoRA": ("sft", True, {}),
-    "DPO": ("dpo", False, {}),
-    "DPO, LoRA": ("dpo", True, {}),
+    **{"SFT, evaluated": ("sft", True, EVALUATED), "DPO, evaluated": ("dpo", True, EVALUATED)},
+    **{"KTO, evaluated": ("kto", True, EVALUATED), "reward, evaluated": ("reward", True, EVALUATED)},
+    **{"SFT": ("sft", False, {}), "SFT, packed": ("sft", False, {"packing": True})},
+    **{"SFT, padding-free": ("sft", False, {"padding_free": True}), "SFT, LoRA": ("sft", True, {})},
+    **{"DPO": ("dpo", False, {}), "DPO, LoRA": ("dpo", True, {})},
     "DPO, precomputed": ("dpo", False, {"precompute_ref_log_probs": True}),
     "DPO, checkpointed": ("dpo", True, {"activation_checkpointing": True}),
-    "DPO, bf16": ("dpo", False, {"bf16": True}),
-    "KTO": ("kto", False, {}),
-    "KTO, precomputed": ("kto", False, {"precompute_ref_log_probs": True}),
-    "KTO, LoRA": ("kto", True, {}),
-    "reward": ("reward", False, {}),
-    "reward, LoRA": ("reward", True, {}),
+    **{"DPO, bf16": ("dpo", False, {"bf16": True}), "KTO": ("kto", False, {})},
+    **{"KTO, precomputed": ("kto", False, {"precompute_ref_log_probs": True}), "KTO, LoRA": ("kto", True, {})},
+    **{"reward": ("reward", False, {}), "reward, LoRA": ("reward", True, {})},
 }
 
 

@@ -258,10 +258,7 @@ def test_what_cards_that_the_catalog_lacks_compute_in(subtests):
     """bf16 and fp8 by compute capability or gfx target; both kinds of device are told apart by torch.version.hip."""
     for architecture, native, fp8 in [
         *(
-            ("7.5", False, False),
-            ("8.0", True, False),
-            ("8.8", True, False),
-            ("8.9", True, True),
+            *(("7.5", False, False), ("8.0", True, False), ("8.8", True, False), ("8.9", True, True)),
             ("10.0", True, True),
         ),
         *(("gfx1030", False, False), ("gfx906", False, False), ("gfx90a:sramecc+", True, False)),
@@ -303,10 +300,7 @@ def test_the_host_is_this_machine_or_its_container(monkeypatch, tmp_path):
     files = [tmp_path / "max", tmp_path / "limit"]
     monkeypatch.setattr(detect, "_CGROUP_LIMITS", tuple(map(str, files)))
     for texts, limit in [
-        ((None, None), 64),
-        (("max", None), 64),
-        ((f"{8 * GIB}\n", "max"), 8),
-        ((None, "1" * 19), 64),
+        *(((None, None), 64), (("max", None), 64), ((f"{8 * GIB}\n", "max"), 8), ((None, "1" * 19), 64)),
     ]:
         for file, text in zip(files, texts, strict=True):
             file.unlink(missing_ok=True)
