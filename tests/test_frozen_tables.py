@@ -1430,6 +1430,14 @@ DESCRIBED = (
         for name in ("gfx90a", "gfx1100", "gfx9", "gfx")
     ),
     '{"memory": "24 GiB", "nominal_memory": "25 GiB", "host_link": 3, "peer_link": "9 GB/s", "unified_memory": true}',
+    *(
+        '{"name": "x"}',
+        '{"memory": 24}',
+        '{"memory": "24 apples"}',
+        '{"memory": "1.2.3 GiB"}',
+        '{"memory": "1e999 GiB"}',
+    ),
+    *('{"memory": "24 GiB", "bandwith": 1}', '{"memory": "24 GiB", "architecture": "ada"}'),
     *("[]", "{", ' {"memory": "24 GiB"}', '{"memory": "24 GiB", "native_bf16": false, "bf16_flops": 1e12}', "4090"),
 )
 ARCHITECTURES = ("6.1", "7.5", "8.0", "8.9", "9.0", "9.9", "10.0", "10.3", "11.0", "12.9", "13.0")

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from hf_memopt.estimator import assembly, estimate
 from hf_memopt.estimator.allocator.metal import MetalAllocator
 from hf_memopt.estimator.allocator.replay import Replay
-from hf_memopt.estimator.overheads import _evaluated, context
+from hf_memopt.estimator.overheads import _evaluated
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.constants import assumed
 from hf_memopt.units import GIB, MIB
@@ -25,12 +25,6 @@ def small(hardware):
     return estimate(AutoConfig.for_model("llama", **SHAPE), fields, 256, hardware, dtype="float32")
 
 
-def test_a_context_is_hoppers_as_measured_or_assumed(subtests):
-    for hardware, size in [("t4", 512), ("v100_32gb", 512), ("rtx_3090", 512), ("h100_80gb", 764), ("b200", 512)]:
-        with subtests.test(f"{hardware} {size}"):
-            assert context(get_hardware(hardware)) == size * MIB
-
-
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("hardware", "handle"),
@@ -42,10 +36,6 @@ def test_forward_and_backward_have_a_workspace_each(hardware, handle):
     same_kernels = small(hardware), small("mi300x")
     difference = 2 * (handle - 128 * MIB)
     assert same_kernels[0].peak_allocated_bytes - same_kernels[1].peak_allocated_bytes == difference
-
-
-def test_a_cpu_and_mps_have_no_workspace():
-    assert not any(assumed("workspace_bytes", get_hardware(name)).value for name in ("cpu", "apple_m2_16gb"))
 
 
 def reserved(*sizes):

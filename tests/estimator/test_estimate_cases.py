@@ -11,7 +11,6 @@ from video_models import qwen2_5_vl
 from benchmarks.profiled_peak import allocator_peak
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate, estimate_trainer
-from hf_memopt.estimator.accounting.ledger import Peak
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.job import describe
@@ -23,7 +22,6 @@ from hf_memopt.estimator.smaller import with_sizes
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
 from hf_memopt.estimator.suggestions import TRAINERS_ORDER, smallest_combination
 from hf_memopt.estimator.tracing import trace
-from hf_memopt.estimator.tracing.extrapolate import _extrapolate
 from hf_memopt.estimator.tracing.tasks import TASKS
 from hf_memopt.estimator.trainer_job import describe_trainer
 from hf_memopt.hardware import allocator
@@ -234,15 +232,6 @@ def test_a_video_model_whose_positions_are_made_from_numbers_under_zero3():
 FIELDS = {"per_device_train_batch_size": 1}
 
 
-def test_more_tokens_than_the_configuration_has_positions_are_a_note_where_the_model_computes_them():
-    from transformers import AutoConfig
-
-    sizes = _LLAMA | {"vocab_size": 64, "max_position_embeddings": 128}
-    within, beyond = (estimate(AutoConfig.for_model("llama", **sizes), FIELDS, length, "cpu") for length in (128, 256))
-    assert beyond.phases["forward"] > within.phases["forward"]
-    assert [any("128 positions" in note for note in each.notes) for each in (within, beyond)] == [False, True]
-
-
 @pytest.mark.parametrize(
     ("kind", "sizes", "field"),
     [
@@ -282,14 +271,6 @@ def test_flash_attention_of_4_bit_weights_with_peft_preparation(prepared):
         peft_config=LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     assert found.fits
-
-
-def test_paged_states_on_rocm_are_counted_with_what_is_not_known():
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model("llama", vocab_size=8000, **_LLAMA)
-    found = estimate(config, FIELDS | {"optim": "paged_adamw_32bit"}, 64, "rx_7900_xtx")
-    assert any("not known on ROCm" in note for note in found.notes)
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
@@ -516,9 +497,3 @@ def test_facts_of_a_job_say_whether_it_accumulates(subtests):
         with subtests.test(accumulation=accumulation):
             job = describe(load_config("smollm2-135m"), {"gradient_accumulation_steps": accumulation}, 64, "rtx_4090")
             assert facts_of(job).setup.accumulates is (accumulation > 1)
-
-
-def test_host_memory_grows_with_the_layers_as_the_devices_does():
-    low, high = Peak(30, {"a": 10, "b": 20}, 5, 40), Peak(45, {"a": 14, "b": 15, "c": 16}, 9, 30)
-    assert _extrapolate(low, high, 3) == Peak(75, {"a": 22, "b": 5, "c": 48}, 17, 10)
-    assert _extrapolate(low, high, 5) == Peak(110, {"a": 30, "b": 0, "c": 80}, 25, 0)

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import json
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.job import describe
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
-from hf_memopt.estimator.training_fields import check_fsdp
 from hf_memopt.levers.arguments import MemoryArguments
 from hf_memopt.planner.devices import resolve_preset
 from hf_memopt.presets import get_preset, preset_by_name
@@ -97,12 +95,6 @@ def test_an_estimate_leaves_its_arguments_as_they_are(fields):
     assert fields == before
 
 
-def test_a_version_of_fsdp_that_there_is_not():
-    fields = {"fsdp": True, "fsdp_config": {"version": "two"}}
-    with pytest.raises(InputError, match=r"fsdp_config.version='two' must be 1 or 2"):
-        estimate(AutoConfig.for_model("llama", **SHAPE), fields, 64, "a100_80gb", world_size=2)
-
-
 @pytest.mark.slow
 def test_an_estimate_leaves_training_arguments_as_they_are(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, bf16=True, fsdp=True, fsdp_config={"version": 2})
@@ -167,27 +159,6 @@ def test_a_field_beside_another_strategy_is_refused():
     fsdp = preset_by_name("l40s_x4", strategy="fsdp2")
     sharded = [spec_job(preset_spec(fsdp, world_size=size)).engine.family for size in (1, 2, 4)]
     assert sharded == ["none", "fsdp2", "fsdp2"], "one process shards nothing"
-
-
-def test_fsdp_needs_several_processes_and_its_settings_need_fsdp(subtests):
-    for fields, strategy, world_size, refusal in [
-        ({"fsdp": True}, None, 1, "fsdp=True shards"),
-        ({"fsdp": True}, None, 2, None),
-        ({"fsdp": True}, "ddp", 1, None),
-        ({"fsdp": True, "deepspeed": {}}, None, 1, "fsdp=True shards"),
-        ({"fsdp": True, "deepspeed": "zero2"}, None, 1, None),
-        ({}, "fsdp2", 1, "strategy=fsdp2 shards"),
-        ({}, "fsdp2", 2, None),
-        ({}, "zero2", 1, None),
-        ({}, None, 1, None),
-        ({"fsdp_config": {"version": 2}}, None, 2, "is read under FSDP alone"),
-        ({"fsdp_config": {"version": 2}}, "ddp", 2, "is read under FSDP alone"),
-        ({"fsdp_config": {"version": 2}}, "fsdp2", 2, None),
-        ({"fsdp_config": {"version": 2}, "fsdp": True}, None, 2, None),
-    ]:
-        refused = pytest.raises(InputError, match=refusal) if refusal else nullcontext()
-        with subtests.test(fields=fields, strategy=strategy, world_size=world_size), refused:
-            check_fsdp(fields, strategy, world_size)
 
 
 @pytest.mark.slow

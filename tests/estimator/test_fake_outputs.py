@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from hf_memopt.estimator.accounting import fake_outputs
 from hf_memopt.estimator.accounting.fake_ledger import FakeLedger
 from hf_memopt.estimator.accounting.known_values import known_value
-from hf_memopt.estimator.accounting.ledger import HOST
 from hf_memopt.estimator.fake_pretrained import fake_models
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
 
@@ -150,18 +149,6 @@ def test_a_copied_tensor_has_the_originals_value():
         for tensor in (positions, copy.deepcopy(positions)):
             assert known_value(tensor).tolist() == [0, 1, 2, 3, 4]
         assert known_value(unknown) is known_value(copy.deepcopy(unknown)) is None
-
-
-def test_what_goes_to_the_host_leaves_the_device():
-    with FakeTensorMode(allow_non_fake_inputs=True), FakeLedger(accelerator=True) as ledger:
-        ledger.begin("start", "other")
-        first, second = torch.empty(1000), torch.empty(500)
-        ledger.classify(first, HOST)
-        assert (ledger._total, ledger._totals[HOST], ledger._totals["other"]) == (2048, 4096, 2048)
-        ledger.classify(first, "optimizer")
-        assert (ledger._total, ledger._totals[HOST], ledger._totals["optimizer"]) == (6144, 0, 4096)
-        ledger.classify(second, "optimizer")  # from kind to kind it stays where it is
-        assert (ledger._total, ledger._totals["optimizer"], ledger._totals["other"]) == (6144, 6144, 0)
 
 
 half, aten = torch.bfloat16, torch.ops.aten

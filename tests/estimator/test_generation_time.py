@@ -9,7 +9,6 @@ from transformers import LlamaConfig
 from hf_memopt.engines import NO_ENGINE, engine_named
 from hf_memopt.estimator.accounting.ledger import Peak
 from hf_memopt.estimator.timing.generation_time import (
-    SLEEPING,
     Decoder,
     Lengths,
     _own_weights,
@@ -42,14 +41,6 @@ def test_a_decoder_by_hand():
         ({"cache": 0, "launching": 0.05, "beside": 0.06, "weights": 0}, None, 1000 * 0.06),
     ]:
         assert decoder(**settings).seconds(256, Lengths(100, 1000, 1000), prompts) == pytest.approx(seconds)
-
-
-def test_the_longest_completion_decides_and_others_only_have_caches():
-    seconds = [
-        decoder().seconds(64, Lengths(100, mean, longest)) for mean, longest in ((100, 200), (100, 400), (200, 400))
-    ]
-    assert seconds == sorted(seconds) and seconds[1] > 1.9 * seconds[0] and seconds[2] < 1.1 * seconds[1]
-    assert decoder(padded=True).seconds(64, Lengths(100, 100, 400)) > seconds[2], "ended ones are computed on"
 
 
 def test_completions_without_room_wait():
@@ -112,16 +103,6 @@ def test_seconds_of_generation_and_scoring_are_frozen():
     frozen.check("rollouts", found)
 
 
-def test_a_generation_serves_the_steps_that_trl_has_it_serve():
-    once = rollout()
-    assert once.scoring == 0 and once.generation > 300 * 0.006
-    twice = rollout(steps_per_generation=2)
-    assert 1.5 * once.generation < twice.generation <= 2 * once.generation, "half the batch, two times"
-    reused = rollout(num_iterations=2)
-    assert reused.generation == pytest.approx(once.generation / 2) and reused.scoring == pytest.approx(4 * 0.02 / 2)
-    assert rollout(steps_per_generation=8).generation < once.generation
-
-
 def test_scoring_is_a_forward_pass_of_each_model_that_trl_asks():
     assert rollout(beta=0.1).scoring == pytest.approx(4 * 0.02), (
         "the host launches for longer than the device computes"
@@ -132,30 +113,11 @@ def test_scoring_is_a_forward_pass_of_each_model_that_trl_asks():
     assert rollout(corrected=None).scoring == pytest.approx(4 * 0.02), "RLOO"
 
 
-def test_vllms_share_of_the_card_limits_it_and_a_server_has_its_own():
-    small, large = (
-        rollout(use_vllm=True, gradient_accumulation_steps=64, vllm_gpu_memory_utilization=share).generation
-        for share in (0.24, 0.5)
-    )
-    assert small > 1.2 * large
-    served = {"use_vllm": True, "vllm_mode": "server", "gradient_accumulation_steps": 64}
-    shares = [rollout(**served, vllm_gpu_memory_utilization=share) for share in (0.24, 0.5)]
-    assert shares[0] == shares[1], "no share of the card that trains"
-    assert rollout(world_size=4, **served).generation > shares[0].generation, "the completions of all processes"
-
-
 def test_vllm_reads_a_prompt_once_for_all_its_completions():
     """Of 32 completions: 4 prompts in groups of 8, and 8 in groups of 4, of 100 tokens."""
     fewer, more = (rollout(use_vllm=True, num_generations=size).generation for size in (8, 4))
     assert fewer == rollout(use_vllm=True).generation
     assert more - fewer == pytest.approx((8 - 4) * 100 * 0.01 / (8 * 400))
-
-
-def test_sleeping_and_tensor_parallelism():
-    awake = rollout(use_vllm=True)
-    assert rollout(use_vllm=True, vllm_enable_sleep_mode=True).generation == pytest.approx(awake.generation + SLEEPING)
-    two = rollout(use_vllm=True, world_size=2, vllm_tensor_parallel_size=2).generation
-    assert awake.generation / 2 < two < awake.generation
 
 
 def test_a_prompt_has_a_token_at_least():

@@ -10,24 +10,10 @@ from conftest import ROOT, first_process, flags, run, run_forked
 from transformers import AutoConfig
 
 from hf_memopt import MemoryArguments, get_preset
-from hf_memopt.engines.mesh import Mesh, MeshEngine, is_mesh, mesh_strategy, mesh_words
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import estimate
 from hf_memopt.estimator.overheads import largest_group
 from hf_memopt.trainer.checkpoints.intact import newest_intact
-
-
-def test_names_and_sizes():
-    others = ("ddp", "zero3", "fsdp2", "", None, "_", "tp8_", "_hsdp8", "tp8hsdp2", "tp0", "hsdp2_tp2")
-    assert all(map(is_mesh, ("tp8", "hsdp8", "tp8_hsdp2"))) and not any(map(is_mesh, others))
-    assert MeshEngine("tp8").mesh(128) == Mesh(8, 16, 1) and MeshEngine("tp8").mesh(128).batches == 16
-    assert MeshEngine("hsdp8").mesh(128) == Mesh(1, 8, 16) and MeshEngine("tp2_hsdp4").mesh(16) == Mesh(2, 4, 2)
-    for tp, fsdp in ((8, None), (None, 8), (2, 4)):
-        words = mesh_words(mesh_strategy(tp, fsdp))
-        assert words == [*(["--tp_size", str(tp)] if tp else []), *(["--fsdp_size", str(fsdp)] if fsdp else [])]
-    assert mesh_strategy(None, None) is None and mesh_words("zero3") == []
-    with pytest.raises(InputError, match="fsdp_size=3 does not divide the 8 processes"):
-        MeshEngine("hsdp3").mesh(8)
 
 
 def test_a_preset_cut_up():

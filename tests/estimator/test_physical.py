@@ -76,17 +76,6 @@ def test_a_contradiction_is_an_error(judged, change, says):
     assert "\n" not in str(error.value) and "please report it" in str(error.value)
 
 
-def test_weights_that_were_not_counted_are_missed(judged):
-    estimate, peaks, job = judged
-    halved = Peak(1, {"parameters": peaks["load"].by_kind["parameters"] // 2})
-    with pytest.raises(ImpossibleEstimate, match="weights are loaded, and the configuration has"):
-        check_physics(
-            dataclasses.replace(estimate, breakdown=_moved(estimate.breakdown, "parameters", 1)),
-            peaks | {"load": halved},
-            job,
-        )
-
-
 LOADED, SIZES, SPARE = 4_000_000, [300_000, 700_000], 2 * 4 * 512  # bytes, trained weights, a block of each and more
 
 

@@ -434,25 +434,6 @@ def test_weights_of_a_methods_own_modules_are_trained_in_bitnet_alone(subtests):
             assert weights["model.embed_tokens.weight"].requires_grad is trained
 
 
-def test_notes_say_what_of_a_quantized_model_was_not_measured(subtests):
-    for quantization, dequantized, notes in [
-        (None, "", []),
-        (None, "fp8", ["fp8 weights are dequantized while they are loaded, which is not counted"]),
-        (None, "mxfp4", ["mxfp4 weights are dequantized while they are loaded, counted as in transformers'"]),
-        ({"quant_method": "fp8"}, "", ["FP8 matmuls are counted"]),
-        ({"quant_method": "compressed-tensors"}, "", ["compressed-tensors decompresses all weights"]),
-    ]:
-        with subtests.test(quantization=quantization, dequantized=dequantized):
-            job = SimpleNamespace(
-                quantization_config=quantization,
-                dequantized=dequantized,
-                engine=NO_ENGINE,
-                device=get_hardware("h100_80gb"),
-            )
-            found = [*quantization_notes(job)]
-            assert len(found) == len(notes) and all(map(str.startswith, found, notes)), found
-
-
 def test_notes_on_what_is_counted_of_quantized_weights():
     """A sentence for each method and place where its memory follows from a source alone."""
     engines = {"none": NO_ENGINE} | {name: engine_named(name) for name in ("zero2", "zero3", "fsdp2")}

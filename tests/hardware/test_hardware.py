@@ -23,13 +23,6 @@ from hf_memopt.units import GIB
 
 detect = sys.modules["hf_memopt.hardware.detection"]
 
-REQUIRED = [
-    *("rtx_3060", "rtx_3070", "rtx_3080", "rtx_3090", "rtx_3090_ti", "rtx_4080", "rtx_4090", "rtx_5090", "t4"),
-    *("v100_32gb", "l4", "l40s", "a100_40gb", "a100_80gb", "h100_80gb", "h200", "b200", "rx_6750_xt", "rx_7900_xtx"),
-    *("mi300x", "apple_m2_8gb", "apple_m2_16gb", "apple_m4_max_64gb", "cpu"),
-]
-
-
 # What publishes a figure: a page's address, or a document by its name.
 DOCUMENT = re.compile(
     r"https?://|data ?sheet|white ?paper|specifications?\b|product page|announcement|Programming Guide|"
@@ -39,10 +32,6 @@ DOCUMENT = re.compile(
 )
 # Why a figure is not known, or its feature not there.
 WHY_NONE = re.compile(r"^none: |publishes no rate|none is assumed|not assumed|^no |compute capability below")
-
-
-def test_the_required_devices_are_there():
-    assert set(REQUIRED) <= set(list_hardware())
 
 
 def test_every_figure_has_a_source(subtests):
@@ -62,13 +51,6 @@ def test_every_figure_has_a_source(subtests):
             assert device.unified_memory or device.backend not in ("mps", "cpu")
             assert device.discrete_memory != device.unified_memory
             assert (device.bf16_flops is None) or device.native_bf16
-
-
-def test_emulated_bfloat16_is_not_native():
-    for name in ("t4", "v100_32gb", "rx_6750_xt", "apple_m2_16gb"):
-        assert not get_hardware(name).native_bf16
-    for name in ("rtx_3060", "a100_40gb", "rx_7900_xtx", "mi300x", "apple_m4_max_64gb"):
-        assert get_hardware(name).native_bf16
 
 
 def test_unknown_hardware_names_the_closest():
@@ -224,28 +206,8 @@ def test_a_described_device(tmp_path):
     file = tmp_path / "card.toml"
     file.write_text('name = "box"\nmemory = "96 GiB"\nbackend = "rocm"\nunified_memory = true\n')
     assert not get_hardware(str(file)).discrete_memory
-
-
-_UNUSABLE = [
-    ("{", "not JSON"),
-    ('{"name": "x"}', "memory is missing"),
-    ('{"memory": 24}', "24 GiB"),
-    ('{"memory": "24 apples"}', "not a quantity"),
-    ('{"memory": "1.2.3 GiB"}', "not a quantity"),
-    ('{"memory": "1e999 GiB"}', "not a quantity"),
-    ('{"memory": "24 GiB", "backend": "rocm", "architecture": "RDNA 3"}', "gfx target"),
-    ('{"memory": "24 GiB", "bandwith": 1}', "Did you mean 'bandwidth'"),
-    ('{"memory": "24 GiB", "fp8": "yes"}', "fp8"),
-    ('{"memory": "24 GiB", "architecture": "ada"}', "compute capability"),
-    ('{"memory": "24 GiB", "backend": "cud"}', "Did you mean 'cuda'"),
-    ("missing.toml", "no such file"),
-]
-
-
-def test_descriptions_that_cannot_be_used(subtests):
-    for text, message in _UNUSABLE:
-        with subtests.test(text=str(text), message=str(message)), pytest.raises(InputError, match=message):
-            get_hardware(text)
+    with pytest.raises(InputError, match="no such file"):
+        get_hardware("missing.toml")
 
 
 def test_an_integrated_chip_has_the_systems_memory():

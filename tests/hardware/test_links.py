@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from hf_memopt.engines import engine_named
 from hf_memopt.hardware import get_hardware
 from hf_memopt.hardware.catalog import _boxes, box_of, catalog
 from hf_memopt.hardware.links import Links
@@ -44,27 +43,7 @@ def test_a_boxs_adapters_carry_its_bytes_together():
     assert few.rate(16) < few.rate(8)
 
 
-def test_many_small_messages_wait_for_their_hops():
-    links = Links(get_hardware("h100_80gb"), 128)
-    assert links.seconds(1e6, messages=100) > 10 * links.seconds(1e6)
-    assert links.seconds(1e9, in_box=True) < links.seconds(1e9)
-
-
 def test_a_bridge_joins_two_cards_and_no_more():
     card = get_hardware("rtx_3090")
     assert Links(card, 2).rate(2) > Links(card, 4).rate(4)
     assert Links(dataclasses.replace(card, peer_link=card.host_link), 2).rate(2) == Links(card, 4).rate(4)
-
-
-def test_what_engines_send():
-    """FSDP gathers weights for forward and for backward, ZeRO++ half as many and within a box; DDP only gradients."""
-    sizes = {
-        name: sum(exchange.size for exchange in engine_named(name).exchanged(100.0, 10.0))
-        for name in ("ddp", "fsdp2", "zero2", "zero3", "zero3_plus_plus")
-    }
-    assert sizes == {"ddp": 20, "fsdp2": 210, "zero2": 20, "zero3": 210, "zero3_plus_plus": 102.5}
-    assert [exchange.in_box for exchange in engine_named("zero3_plus_plus").exchanged(1.0, 1.0)] == [
-        False,
-        True,
-        False,
-    ]
