@@ -37,6 +37,8 @@ def test_segments_have_peaks_and_events_are_in_order():
         assert ledger.passed_layers()
         ledger.begin("backward", "gradients")
         assert not ledger.passed_layers()
+        ledger.enter("backward: head")
+        assert not ledger.passed_layers()
         with ledger.counting_as("other"):
             fourth = new(7)
         fifth = new(1)
@@ -52,13 +54,14 @@ def test_segments_have_peaks_and_events_are_in_order():
         Moment("forward", 1, None): Peak(100, {"activations": 100}),
         Moment("forward: layer", 1, 3): Peak(150, both),
         Moment("forward: head", 1, None): Peak(150, both),
-        Moment("backward", 2, None): Peak(158, both | {"other": 7, "gradients": 1}),
+        Moment("backward", 2, None): Peak(150, both),
+        Moment("backward: head", 2, None): Peak(158, both | {"other": 7, "gradients": 1}),
     }
-    assert found.segments == ["load", "forward", "forward: layer", "forward: head", "backward"]
+    assert found.segments == ["load", "forward", "forward: layer", "forward: head", "backward", "backward: head"]
     assert found.events == [
         *(Event(1, 100, 1, None), Event(2, 50, 2, 3), Event(2, 0, 2, 3), Event(3, 50, 2, 3)),
-        *(Event(4, 7, 4, None), Event(5, 1, 4, None), Event(1, 0, 4, None), Event(3, 0, 4, None)),
-        Event(6, 10, 4, None),
+        *(Event(4, 7, 5, None), Event(5, 1, 5, None), Event(1, 0, 5, None), Event(3, 0, 5, None)),
+        Event(6, 10, 5, None),
     ]
     assert len(views) == 6 and (found.steps, found.kept_logits, found.unquantized_experts) == (0, 0, False)
 

@@ -126,10 +126,11 @@ def test_a_replay_has_the_peaks_of_its_device_and_the_highest_of_every_stretch(m
     }
     in_mib = {name: [size / MIB for size in sizes.values()] for name, sizes in reserved.items()}
     assert in_mib == {"rtx_4090": [42, 52], "apple_m2_16gb": [1064, 1064], "cpu": [33, 33]}
-    assert replay(as_trace([], ["load"]), 1, 0, get_hardware("cpu")).timeline == ()
+    nothing = replay(as_trace([], ["load"]), 1, 0, get_hardware("cpu"))
+    assert (nothing.allocated, nothing.timeline) == (0, ())
 
 
 def test_of_no_more_layers_than_a_period_none_is_repeated():
-    for layers, period in ((1, 1), (2, 2), (2, 3)):
+    for layers, period in ((1, 1), (2, 1), (2, 2), (3, 2), (2, 3)):
         trace = Written(layers, period).trace()
         assert in_order(trace, period, 2) == in_order(trace, 1, 0)
