@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import frozen
@@ -10,7 +11,7 @@ import torch
 from conftest import slow
 from peft import LoHaConfig, LoraConfig
 from test_estimator import CHECKPOINTED, LENGTH, _config, _lora
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from benchmarks.profiled_peak import allocator_peak
@@ -18,10 +19,10 @@ from hf_memopt.engines import NO_ENGINE, engine_named
 from hf_memopt.errors import InputError
 from hf_memopt.estimator import assembly, estimate
 from hf_memopt.estimator.accounting.ledger import _parts
-from hf_memopt.estimator.quantized_checkpoints import quantization_notes
+from hf_memopt.estimator.quantized_checkpoints import quantization_notes, resolve_quantization
 from hf_memopt.estimator.tracing.fake_quantization import _DEQUANTIZED_BYTES, loaded_tensors, quantize, staged_bytes
 from hf_memopt.estimator.tracing.fake_tensors import fake_world
-from hf_memopt.estimator.tracing.model import ModelSettings
+from hf_memopt.estimator.tracing.model import ModelSettings, make_model
 from hf_memopt.estimator.tracing.quantized_linear import SCHEMES
 from hf_memopt.hardware import get_hardware
 
@@ -331,19 +332,9 @@ CHECKPOINTS = {
 
 
 def _wide(**more):
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(
-        "llama",
-        hidden_size=512,
-        intermediate_size=1024,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_hidden_layers=4,
-        vocab_size=1000,
-        max_position_embeddings=2048,
-        **more,
-    )
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
+    more = {"num_hidden_layers": 4, **more}
+    return AutoConfig.for_model("llama", **sizes, vocab_size=1000, max_position_embeddings=2048, **more)
 
 
 @pytest.mark.slow
@@ -415,7 +406,7 @@ def test_the_replay_of_all_layers_has_the_peak_that_two_depths_extend_to(how, mo
 def test_what_is_quantized_or_dequantized_is_loaded_whole():
     settings = ({}, {"quantization_config": {}}, {"dequantized": "fp8"}, {"peft_config": _lora()})
     assert [ModelSettings(config=None, task="causal-lm", **one).loaded_whole for one in settings] == [
-        *(False, True, True, False),
+        *(False, True, True, False)
     ]
 
 
@@ -451,3 +442,55 @@ def test_notes_on_what_is_counted_of_quantized_weights():
             if notes := [note[:60] for note in quantization_notes(job)]:
                 found[f"{method} {engine} {device} {dequantized} {targets}"] = notes
     frozen.check("quantization_notes", found)
+
+
+def _made(config, quantization=None, **settings) -> dict:
+    """The tensors that a model is loaded with, and what loading needs beside them."""
+    config, quantization, dequantized = resolve_quantization(config, quantization, get_hardware("h100_80gb"))
+    own = {"task": "causal-lm", "dtype": "bfloat16", "quantization_config": quantization, **settings}
+    with fake_world("cuda"):
+        model = make_model(ModelSettings(config=config, **own))
+        tensors = list(loaded_tensors(model))
+        kinds = Counter(f"{list(one.shape)} {one.dtype} {one.requires_grad}" for one in tensors)
+        return {
+            "tensors": dict(kinds),
+            "staged": [staged_bytes(model), staged_bytes(model, "mxfp4"), staged_bytes(model, "fp8")],
+            "said": [
+                dequantized,
+                *(getattr(model, name, None) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit")),
+            ],
+        }
+
+
+def test_tensors_of_quantized_models():
+    four = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float16}
+    groups = CHECKPOINTS["compressed-tensors"][0]["config_groups"]["group_0"]
+    asymmetric = groups | {"weights": groups["weights"] | {"symmetric": False, "group_size": None}}
+    ignored = {"ignore": ["lm_head", r"re:.*q_proj"], "config_groups": {"a": {"weights": None}, "b": asymmetric}}
+    checkpoints = {
+        **{method: block for method, (block, _) in CHECKPOINTS.items()},
+        "gptq whole": {"bits": 3, "group_size": -1},
+        "awq skipped": {**CHECKPOINTS["awq"][0], "modules_to_not_convert": ["v_proj"]},
+        "compressed-tensors ignored": CHECKPOINTS["compressed-tensors"][0] | ignored,
+    }
+    lora = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")}
+    every = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")}
+    found = {}
+    for name, block in checkpoints.items():
+        quantized = _wide(quantization_config={"quant_method": name.split()[0], **block}, num_hidden_layers=1)
+        found[name] = _made(quantized)
+        found[f"{name}, adapters"] = _made(quantized, **(every if "gptq" in name else lora))["tensors"]
+    small = _wide(num_hidden_layers=1)
+    for name, config, quantization, settings in (
+        ("16 bits", small, None, {}),
+        ("4 bits", small, BitsAndBytesConfig(**four), {}),
+        ("4 bits twice", small, BitsAndBytesConfig(**four, bnb_4bit_use_double_quant=True), lora),
+        ("4 bits, stored wide", small, BitsAndBytesConfig(**four, bnb_4bit_quant_storage=torch.bfloat16), lora),
+        ("4 bits, prepared", small, BitsAndBytesConfig(**four), {**lora, "kbit_preparation": True}),
+        ("8 bits", small, BitsAndBytesConfig(load_in_8bit=True), {**lora, "autocast_adapter_dtype": False}),
+        ("8 bits, trained", small, BitsAndBytesConfig(load_in_8bit=True, llm_int8_has_fp16_weight=True), {}),
+        ("transposed", AutoConfig.for_model("gpt2", n_layer=1, n_embd=64, n_head=4), BitsAndBytesConfig(**four), {}),
+        ("every layer", small, BitsAndBytesConfig(load_in_8bit=True), every),
+    ):
+        found[name] = _made(config, quantization, **settings)
+    frozen.check("quantized_models", found)

@@ -255,7 +255,8 @@ def _is_converted(module: torch.nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if not hasattr(module, "in_features") or not isinstance(weight, torch.Tensor):
         return False
-    return not weight.is_floating_point() or is_traceable_wrapper_subclass(weight)
+    # 4-bit codes may be stored as floating-point numbers (bnb_4bit_quant_storage), so that FSDP shards them.
+    return hasattr(weight, "quant_state") or not weight.is_floating_point() or is_traceable_wrapper_subclass(weight)
 
 
 def traceable_dtype(dtype):
