@@ -479,7 +479,8 @@ def test_tensors_of_quantized_models():
     for name, block in checkpoints.items():
         quantized = _wide(quantization_config={"quant_method": name.split()[0], **block}, num_hidden_layers=1)
         found[name] = _made(quantized)
-        found[f"{name}, adapters"] = _made(quantized, **(every if "gptq" in name else lora))["tensors"]
+        if name in ("gptq", "awq"):
+            found[f"{name}, adapters"] = _made(quantized, **(every if name == "gptq" else lora))["tensors"]
     small = _wide(num_hidden_layers=1)
     for name, config, quantization, settings in (
         ("16 bits", small, None, {}),
