@@ -1,10 +1,11 @@
 """The card that a dry-run script finds: what torch says of it, and what stays on the CPU."""
 
+import frozen
 import pytest
 import torch
 from dry_runs import MODEL, caught, prepare, refusal
 
-from hf_memopt.estimator import estimate_trainer
+from hf_memopt.estimator import device_stand_in, estimate_trainer
 from hf_memopt.estimator.device_stand_in import seen_by_script
 from hf_memopt.hardware import detection, get_hardware
 
@@ -35,6 +36,25 @@ def test_a_card_is_recognised_by_what_torch_says_of_it(subtests):
                 assert torch.cuda.is_bf16_supported(including_emulation=False) == card.native_bf16
                 assert detection.detect() is card
             assert not torch.cuda.is_initialized()
+
+
+def test_answers_of_every_kind_of_device():
+    """To all that torch's modules of devices are asked, and the device in whose place a CPU stands."""
+    found = {}
+    cards = ("rtx_4090", "t4", "b200", "mi300x", "rx_7900_xtx", "radeon_8060s_64gb", "dgx_spark", "arc_b580")
+    for name in (*cards, "apple_m2_16gb", "cpu"):
+        for module, answers in device_stand_in._answers(get_hardware(name), 3):
+            for asked, answer in answers.items():
+                value = answer("asked") if callable(answer) and not isinstance(answer, type) else answer
+                if module is torch.version:  # this build's own, where it has one
+                    value = value is not None
+                found[f"{name} {module.__name__}.{asked}"] = str(value)
+        if get_hardware(name).backend in ("cuda", "rocm"):
+            asks = device_stand_in._cuda_answers(get_hardware(name), 1)["is_bf16_supported"]
+            found[f"{name} bf16"] = [asks(), asks(including_emulation=False)]
+    devices = (True, 0, 3, "cuda:1", "cuda", "mps", "xpu", "hip", "cpu", "meta", None, torch.device("cuda", 1))
+    found["stands"] = {str(device): str(device_stand_in._stand_in(device)) for device in devices}
+    frozen.check("device_answers", found)
 
 
 def test_a_described_card_of_which_only_the_memory_is_known():
