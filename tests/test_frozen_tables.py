@@ -1562,3 +1562,64 @@ def test_inputs_of_models_of_images_and_speech():
     ):
         found[f"named {name}"] = answered(tasks.named_tasks, name)
     checked("inputs", found)
+
+
+# ---- jobs of TRL, traced arguments, sizes of configurations
+
+CONFIG_SIZES = (
+    *({"num_hidden_layers": number} for number in (0, 1, 2000, 2001, -1, 1.0, True, "2", None)),
+    *({"hidden_size": number} for number in (0, 1, 2**24, 2**24 + 1)),
+    *({"depth": number} for number in (-1, 0, 1)),
+    *(
+        {name: 0}
+        for name in ("head_dim", "n_layer", "encoder_layers", "d_model", "num_heads", "attention_heads", "nothing")
+    ),
+    *({"vision_config": {"patch_size": size}} for size in (0, [14, 14], [14, 0])),
+    *({"num_attention_heads": 8, "num_key_value_heads": keys} for keys in (8, 4, 3, 16)),
+    *({"num_local_experts": 4, "num_experts_per_tok": used} for used in (4, 5, 0, "2")),
+    *({"n_routed_experts": [4, 8], "moe_topk": 8}, {"moe_num_experts": [4, 8], "moe_k": 9}, {"top_k_experts": 3}),
+)
+
+
+def test_settings_of_jobs_before_they_are_traced():
+    from types import SimpleNamespace
+
+    from hf_memopt.estimator import trl_job, trl_tasks
+    from hf_memopt.estimator.model_sizes import check_sizes
+    from hf_memopt.estimator.tracing import traced_arguments
+
+    found = {}
+    micro = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    for more, ranks in itertools.product(
+        (*({}, {"steps_per_generation": 5}), *({"generation_batch_size": batch} for batch in (4, 8, 12, 13))), (1, 2)
+    ):
+        job = SimpleNamespace(fields={**micro, **more}, world_size=ranks)
+        found[f"generation {more} {ranks}"] = answered(trl_job._steps_per_generation, job)
+    both = SimpleNamespace(fields={**micro, "steps_per_generation": 2, "generation_batch_size": 4}, world_size=1)
+    found["generation twice"] = answered(trl_job._steps_per_generation, both)
+    row = SimpleNamespace(config_class=SimpleNamespace(max_completion_length=256))
+    for completion, length in itertools.product((None, 0, 1, 99, 100, -1), (100, 256, 257)):
+        fields = {} if completion is None else {"max_completion_length": completion}
+        job = SimpleNamespace(fields=fields, seq_len=length)
+        found[f"completion {completion} {length}"] = answered(trl_job._completion, row, job)
+    for length, settings in ((7, {}), (8, {}), (8, {"packed": True}), (8, {"packed": False}), (8, {"video": "clip"})):
+        found[f"check {length} {settings}"] = answered(trl_job._check, "sft", length, settings)
+    for name, task in trl_tasks.TRL_TASKS.items():
+        texts = [[len(str(text).split()) for text in task.row(length).values()] for length in (1, 2, 3, 8)]
+        found[f"row {name}"] = [texts, task.model, task.reference, task.generates, trl_tasks.model_task(name)]
+    for steps, accumulation in itertools.product((None, 0, 1, 2, 3, 5), (1, 2, 3, 4)):
+        fields = {"gradient_accumulation_steps": accumulation, "steps_per_generation": steps}
+        found[f"traced {steps} {accumulation}"] = traced_arguments.traced_micro_batches(fields)
+    found["traced"] = [
+        traced_arguments.traced_micro_batches({}),
+        trl_tasks.model_task("ctc"),
+        trl_tasks.unscored("ab"),
+    ]
+    for optimizer in ("Adam", "ADAMW", "Lion", "lamb", "SGD", None):
+        zero = {"offload_optimizer": {"device": "nvme", "nvme_path": "/data"}, "offload_param": {"device": "cpu"}}
+        config = {"optimizer": {"type": optimizer}, "zero_optimization": zero if optimizer == "Adam" else None}
+        found[f"deepspeed {optimizer}"] = answered(traced_arguments._traceable, config, "folder")
+    found["deepspeed"] = traced_arguments._traceable({"optimizer": None}, "folder")
+    for content in CONFIG_SIZES:
+        found[str(content)] = answered(check_sizes, content, "here")
+    checked("before_traces", found)
