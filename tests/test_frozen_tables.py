@@ -1463,6 +1463,7 @@ def test_devices_as_they_are_listed_described_and_measured():
 
     from hf_memopt.hardware.attention_kernels import attention_kernel, check_attention, flash_attention
     from hf_memopt.hardware.catalog import box_of, catalog
+    from hf_memopt.hardware.constants import TABLE, assumed
     from hf_memopt.hardware.described import described, described_text
     from hf_memopt.hardware.host_memory import assumed_host_memory
     from hf_memopt.hardware.measured import device_path, parse_device_file
@@ -1472,6 +1473,9 @@ def test_devices_as_they_are_listed_described_and_measured():
         figures = [value for figure, value in vars(device).items() if figure not in ("sources", "name", "reported")]
         also = [device.capability, device.is_large, device.discrete_memory, box_of(device).adapters]
         found[name] = [*figures, *also, assumed_host_memory(device)]
+    for name, device in devices().items():
+        rows = {row.name: row for row in TABLE if row.applies_to(device)}
+        found[f"constants {name}"] = {one: assumed(one, device).value for one in sorted(rows)}
     for text in DESCRIBED:
         device = answered(described, text)
         figures = device if isinstance(device, str | None) else [v for k, v in vars(device).items() if k != "sources"]
