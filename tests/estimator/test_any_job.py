@@ -19,9 +19,7 @@ _SIZES = {
     **{"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 48},
 }
 _MODELS = {
-    "llama": _SIZES,
-    "mixtral": {**_SIZES, "num_key_value_heads": 2, "num_local_experts": 2},
-    "bert": _SIZES,
+    **{"llama": _SIZES, "mixtral": {**_SIZES, "num_key_value_heads": 2, "num_local_experts": 2}, "bert": _SIZES},
     "gpt2": {"n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 64},
     "t5": {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_heads": 2, "num_layers": 2, "vocab_size": 64},
     "vit": {**{key: value for key, value in _SIZES.items() if key != "vocab_size"}, "image_size": 32},
@@ -119,9 +117,7 @@ def _jobs() -> st.SearchStrategy:
             "task": st.one_of(*[st.none()] * 3, st.sampled_from([*TASKS, *names, "wrong"])),
             "world_size": st.sampled_from([None, None, 1, 2, 3, 0, -1]),
             "strategy": st.sampled_from([None, None, "ddp", "fsdp2", "zero2", "zero3", "tp2", "hsdp2", "wrong"]),
-            "padded": st.booleans(),
-            "packed": st.booleans(),
-            "rank": st.sampled_from([None, None, 0, 1, 9, -1]),
+            **{"padded": st.booleans(), "packed": st.booleans(), "rank": st.sampled_from([None, None, 0, 1, 9, -1])},
         }
     )
 

@@ -94,10 +94,7 @@ def test_savings_and_combinations_by_what_each_change_saves(monkeypatch):
     frozen.check("combinations", found)
     single = suggestions._single_sample
     for micro, tokens, accumulation, settings in (
-        (4, None, 2, (1, 8)),
-        (1, None, 2, None),
-        (4, 99, 2, None),
-        (3, None, None, (1, 3)),
+        *((4, None, 2, (1, 8)), (1, None, 2, None), (4, 99, 2, None), (3, None, None, (1, 3))),
     ):
         training = {"gradient_accumulation_steps": accumulation} if accumulation else {}
         facts = SimpleNamespace(

@@ -87,10 +87,8 @@ def test_libraries_ask_again():
 
     here = answers()
     for name, seen in (
-        ("a100_80gb", (True, True, True, False)),
-        ("t4", (True, True, False, False)),
-        ("mi300x", (True, True, False, False)),
-        ("apple_m2_16gb", (False, True, False, True)),
+        *(("a100_80gb", (True, True, True, False)), ("t4", (True, True, False, False))),
+        *(("mi300x", (True, True, False, False)), ("apple_m2_16gb", (False, True, False, True))),
         ("cpu", (False, False, False, False)),
     ):
         with seen_by_script(get_hardware(name)):

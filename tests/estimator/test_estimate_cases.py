@@ -190,13 +190,10 @@ _T5 = {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_heads": 2, "num_layers": 2}
 ADAPTED = [
     ("bert", _BERT, "sequence-classification", "SEQ_CLS", 3),
     ("bert", _BERT, "token-classification", "TOKEN_CLS", 3),
-    ("bert", _BERT, "question-answering", "QUESTION_ANS", 2),
-    ("bert", _BERT, "masked-lm", None, 2),
-    ("t5", _T5, "seq2seq-lm", "SEQ_2_SEQ_LM", 2),
-    ("llama", _LLAMA, "sequence-classification", "SEQ_CLS", 5),
+    *(("bert", _BERT, "question-answering", "QUESTION_ANS", 2), ("bert", _BERT, "masked-lm", None, 2)),
+    *(("t5", _T5, "seq2seq-lm", "SEQ_2_SEQ_LM", 2), ("llama", _LLAMA, "sequence-classification", "SEQ_CLS", 5)),
     ("llama", _LLAMA, "token-classification", "TOKEN_CLS", 5),
-    ("llama", _LLAMA, "question-answering", "QUESTION_ANS", 2),
-    ("llama", _LLAMA, "causal-lm", "CAUSAL_LM", 2),
+    *(("llama", _LLAMA, "question-answering", "QUESTION_ANS", 2), ("llama", _LLAMA, "causal-lm", "CAUSAL_LM", 2)),
 ]
 
 

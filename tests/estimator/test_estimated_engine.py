@@ -79,10 +79,8 @@ def test_arguments_in_an_object_count_less_than_a_strategy_too(tmp_path):
         {"deepspeed": {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}},
         {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}},
         {
-            "activation_checkpointing": True,
-            "activation_checkpointing_kwargs": {"use_reentrant": False},
-            "lr_scheduler_type": "cosine_with_min_lr",
-            "lr_scheduler_kwargs": {"min_lr": 1e-6},
+            **{"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
+            **{"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}},
             "accelerator_config": {"split_batches": False},
         },
     ],

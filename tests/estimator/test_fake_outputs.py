@@ -89,13 +89,9 @@ def test_a_value_is_known_where_it_follows_from_known_ones(subtests):
     for make, value in [
         (lambda: torch.arange(3) * 0.5, [0, 0.5, 1]),
         (lambda: torch.arange(3, dtype=torch.float32).exp().exp().log() > 1.5, [False, True, True]),
-        (lambda: torch.rand(3), None),
-        (lambda: torch.rand(1), [1]),
-        (lambda: torch.randn(1), None),
-        (lambda: torch.randint(5, 6, (2,)), [5, 5]),
-        (lambda: torch.randperm(1), [0]),
-        (lambda: torch.empty(2), None),
-        (lambda: torch.arange(2**16 + 1) * 1.0, None),
+        *((lambda: torch.rand(3), None), (lambda: torch.rand(1), [1]), (lambda: torch.randn(1), None)),
+        *((lambda: torch.randint(5, 6, (2,)), [5, 5]), (lambda: torch.randperm(1), [0])),
+        *((lambda: torch.empty(2), None), (lambda: torch.arange(2**16 + 1) * 1.0, None)),
         (lambda: torch.arange(2) + torch.empty(2), None),
     ]:
         with subtests.test(value=value):

@@ -111,18 +111,13 @@ def saved(tmp_path_factory) -> str:
 
 REFERENCE = {"model": "saved", "beta": 0.1}
 CASES = {
-    "GRPO": {},
-    "reference model": REFERENCE,
-    "RLOO": {"model": "saved", "kind": trl.RLOOTrainer},
-    "LoRA": {"beta": 0.1, "peft_config": lora},
-    "accumulated": {"gradient_accumulation_steps": 4},
+    **{"GRPO": {}, "reference model": REFERENCE, "RLOO": {"model": "saved", "kind": trl.RLOOTrainer}},
+    **{"LoRA": {"beta": 0.1, "peft_config": lora}, "accumulated": {"gradient_accumulation_steps": 4}},
     "generated again beside gradients": {"gradient_accumulation_steps": 3, "steps_per_generation": 1},
     "old log-probabilities": {"num_iterations": 2, "max_steps": 3},
     "long completions": {"per_device_train_batch_size": 8, "max_completion_length": 64},
-    "tokens of most entropy": {"top_entropy_quantile": 0.5},
-    "static cache": {"cache_implementation": "static"},
-    "bf16": {"bf16": True},
-    "memory trainer": {"kind": MemoryGRPOTrainer},
+    **{"tokens of most entropy": {"top_entropy_quantile": 0.5}, "static cache": {"cache_implementation": "static"}},
+    **{"bf16": {"bf16": True}, "memory trainer": {"kind": MemoryGRPOTrainer}},
 }
 
 

@@ -202,17 +202,13 @@ def test_the_environment_is_accelerates_own(name, tmp_path, monkeypatch):
 # ---- scripts of others: engine × script × the way it is asked for
 
 ENGINES = {
-    "ddp": "--num_processes 2 --multi_gpu",
-    "fsdp1": f"--num_processes 2 {FSDP.format(1)}",
-    "fsdp2": f"--num_processes 2 {FSDP.format(2)}",
-    "zero2": "--num_processes 2 --use_deepspeed --zero_stage 2",
+    **{"ddp": "--num_processes 2 --multi_gpu", "fsdp1": f"--num_processes 2 {FSDP.format(1)}"},
+    **{"fsdp2": f"--num_processes 2 {FSDP.format(2)}", "zero2": "--num_processes 2 --use_deepspeed --zero_stage 2"},
     "zero3": "--num_processes 2 --use_deepspeed --zero_stage 3",
 }
 FLAGS = {
-    "ddp": [],
-    "fsdp1": ["--fsdp", "full_shard auto_wrap", "--fsdp_config", '{"version": 1}'],
-    "fsdp2": ["--fsdp", "full_shard auto_wrap"],
-    "zero2": ["--deepspeed", f"{YAML}/deepspeed/zero2.json"],
+    **{"ddp": [], "fsdp1": ["--fsdp", "full_shard auto_wrap", "--fsdp_config", '{"version": 1}']},
+    **{"fsdp2": ["--fsdp", "full_shard auto_wrap"], "zero2": ["--deepspeed", f"{YAML}/deepspeed/zero2.json"]},
     "zero3": ["--deepspeed", f"{YAML}/deepspeed/zero3.json"],
 }
 WRAPPED = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}

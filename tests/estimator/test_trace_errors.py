@@ -37,9 +37,7 @@ def test_what_an_error_in_a_trace_means(subtests):
     kwargs = {"fields": {"optim": "x", "lr_scheduler_kwargs": {"num_cycles": 2}}}
     for error, files, context, said in [
         (
-            DataDependentOutputException(data),
-            (USER, TORCH),
-            {},
+            *(DataDependentOutputException(data), (USER, TORCH), {}),
             f"InputError: {user}, asks for values that only a real",
         ),
         (DynamicOutputShapeException(data), (MODEL, TORCH), {}, f"InputError: {MODEL[0]}, line 2, asks for values"),
@@ -49,9 +47,7 @@ def test_what_an_error_in_a_trace_means(subtests):
         (RuntimeError("More elements 5 than buffer size 3"), (TORCH,), {}, "offload_param.buffer_size=3 is smaller"),
         (RuntimeError("More elements 5 than buffer size 3!"), (TORCH,), {}, "traced: More elements 5 than"),
         (
-            KeyError("x"),
-            (USER, TORCH),
-            {},
+            *(KeyError("x"), (USER, TORCH), {}),
             f"InputError: the job cannot be traced: {user} (raised in functional.py:2): Key",
         ),
         (KeyError("x"), (MODEL,), batch, f"model type 'llama' cannot be trained on input_ids, labels: 'x'{own}"),
@@ -63,9 +59,7 @@ def test_what_an_error_in_a_trace_means(subtests):
         (TypeError("LlamaModel.forward() missing 1 argument"), (TORCH,), batch, "model type 'LlamaModel' cannot be"),
         (unexpected, (TORCH,), kwargs, f"InputError: lr_scheduler_kwargs.num_cycles: {unexpected}"),
         (
-            unexpected,
-            (TORCH,),
-            {"fields": {"optim_args": "num_cycles"}},
+            *(unexpected, (TORCH,), {"fields": {"optim_args": "num_cycles"}}),
             "IncompatibleLibrary: tracing fails in torch ",
         ),
         (InputError("as it is"), (USER,), {}, "InputError: as it is"),

@@ -87,24 +87,18 @@ SFT, DPO, KTO = (
 REWARD = (trl.RewardTrainer, trl.RewardConfig, pairs, reward_model)
 REFERENCE, LORA = {"ref_model": llama}, {"peft_config": lora}
 CASES = {
-    "SFT": (*SFT, {}, {}),
-    "SFT, packed": (*SFT, {"packing": True, "max_length": 101}, {}),
+    **{"SFT": (*SFT, {}, {}), "SFT, packed": (*SFT, {"packing": True, "max_length": 101}, {})},
     "SFT, padding-free": (*SFT, {"padding_free": True, "max_length": None}, {}),
     "SFT, completions": (*SFT[:2], lambda: rows(prompt=40, completion=60), llama, {}, {}),
-    "SFT, dft": (*SFT, {"loss_type": "dft"}, {}),
-    "SFT, LoRA": (*SFT, {}, LORA),
+    **{"SFT, dft": (*SFT, {"loss_type": "dft"}, {}), "SFT, LoRA": (*SFT, {}, LORA)},
     "SFT, NEFTune and label smoothing": (*SFT, {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1}, {}),
-    "DPO": (*DPO, {}, REFERENCE),
-    "DPO, LoRA": (*DPO, {}, LORA),
+    **{"DPO": (*DPO, {}, REFERENCE), "DPO, LoRA": (*DPO, {}, LORA)},
     "DPO, precomputed": (*DPO, {"precompute_ref_log_probs": True}, {}),
     "DPO, weighted": (*DPO, {"use_weighting": True}, REFERENCE),
     "DPO, two losses": (*DPO, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}, REFERENCE),
-    "DPO, checkpointed": (*DPO, {"activation_checkpointing": True}, REFERENCE),
-    "KTO": (*KTO, {}, REFERENCE),
-    "KTO, without KL": (*KTO, {"loss_type": "apo_zero_unpaired"}, REFERENCE),
-    "KTO, LoRA": (*KTO, {}, LORA),
-    "reward": (*REWARD, {}, {}),
-    "reward, LoRA": (*REWARD, {}, {"peft_config": score_lora}),
+    **{"DPO, checkpointed": (*DPO, {"activation_checkpointing": True}, REFERENCE), "KTO": (*KTO, {}, REFERENCE)},
+    **{"KTO, without KL": (*KTO, {"loss_type": "apo_zero_unpaired"}, REFERENCE), "KTO, LoRA": (*KTO, {}, LORA)},
+    **{"reward": (*REWARD, {}, {}), "reward, LoRA": (*REWARD, {}, {"peft_config": score_lora})},
 }
 
 

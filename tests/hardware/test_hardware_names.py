@@ -133,10 +133,8 @@ def test_a_card_and_its_count(subtests):
 
 def test_a_size_left_out_counts_less_than_a_word_that_is(subtests):
     for name, meant in [
-        ("rtx_4090", ["rtx_4090"]),
-        ("3050", ["rtx_3050_6gb", "rtx_3050_8gb"]),
-        ("rtx 3080 laptop", ["rtx_3080_16gb_laptop", "rtx_3080_8gb_laptop"]),
-        ("v100 16gb", ["v100_sxm2_16gb"]),
+        *(("rtx_4090", ["rtx_4090"]), ("3050", ["rtx_3050_6gb", "rtx_3050_8gb"])),
+        *(("rtx 3080 laptop", ["rtx_3080_16gb_laptop", "rtx_3080_8gb_laptop"]), ("v100 16gb", ["v100_sxm2_16gb"])),
         ("no such card", []),
     ]:
         with subtests.test(name=name):
