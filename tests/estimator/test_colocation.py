@@ -45,48 +45,25 @@ def with_engine(**fields) -> tuple[dict[str, int], Job]:
     return {name: peak.total - before.get(name, before["between"]) for name, peak in found.items()}, job
 
 
-def test_awake_it_takes_its_share_of_the_card_beside_all_but_loading(subtests):
-    """gpu_memory_utilization of the card holds weights, activations and cache together: the weights are in it."""
-    for share in [0.3, 0.45, 0.9]:
-        with subtests.test(f"{share}"):
-            added, job = with_engine(vllm_gpu_memory_utilization=share)
-            assert added == {
-                "load": 0,
-                **dict.fromkeys(("between", "forward:0", "backward:0", "optimizer"), int(share * job.device.memory)),
-                **dict.fromkeys(("generation", "weight_sync"), int(share * job.device.memory)),
-            }
-
-
-def test_the_share_left_out_is_that_of_trl():
-    added, job = with_engine()
-    assert added["backward:0"] == int(0.3 * job.device.memory)
-
-
-def test_asleep_at_level_2_it_takes_nothing_of_the_training_step(subtests):
-    """Weights and cache are freed; the trained weights are beside vLLM's copy of them while they are sent."""
-    for share in [0.3, 0.9]:
-        with subtests.test(f"{share}"):
-            added, job = with_engine(vllm_gpu_memory_utilization=share, vllm_enable_sleep_mode=True)
-            assert added == {
-                **dict.fromkeys(_TRAINING, 0),
-                "generation": int(share * job.device.memory),
-                "weight_sync": _WEIGHTS,
-            }
-
-
-def test_a_server_takes_nothing_here():
-    added, job = with_engine(vllm_mode="server")
-    assert set(added.values()) == {0}
-    assert notes_on_engine(job, peaks()) == ["vLLM's server has cards of its own, which are not in these figures"]
-
-
-def test_without_vllm_nothing_is_added():
+def test_what_vllm_takes_in_each_phase(subtests):
+    """gpu_memory_utilization of the card holds weights, activations and cache together: the weights are in it. Asleep
+    at level 2 weights and cache are freed; the trained weights are beside vLLM's copy of them while they are sent."""
+    memory, training = get_hardware("a100_80gb").memory, ("between", "forward:0", "backward:0", "optimizer")
+    for fields, awake, generating, sent in [
+        *(({"vllm_gpu_memory_utilization": share}, share, share, share) for share in (0.3, 0.45, 0.9)),
+        ({}, 0.3, 0.3, 0.3),  # TRL's default
+        ({"vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": True}, 0, 0.9, _WEIGHTS),
+        ({"vllm_enable_sleep_mode": True, "vllm_tensor_parallel_size": 2}, 0, 0.3, _WEIGHTS // 2),
+        *(({"vllm_mode": "server"}, 0, 0, 0), ({"vllm_mode": "colocate"}, 0.3, 0.3, 0.3)),
+    ]:
+        with subtests.test(str(fields)):
+            sizes = {"load": 0, **dict.fromkeys(training, int(awake * memory)), "generation": int(generating * memory)}
+            sizes["weight_sync"] = sent if sent > 1 else int(sent * memory)
+            assert with_engine(**fields)[0] == sizes
     assert set(with_engine(use_vllm=False)[0].values()) == {0}
-
-
-def test_tensor_parallelism_splits_the_weights_of_the_engine():
-    added, _ = with_engine(vllm_enable_sleep_mode=True, vllm_tensor_parallel_size=2)
-    assert added["weight_sync"] == _WEIGHTS // 2
+    server = ["vLLM's server has cards of its own, which are not in these figures"]
+    assert notes_on_engine(with_engine(vllm_mode="server")[1], peaks()) == server
+    assert notes_on_engine(with_engine(use_vllm=False)[1], peaks()) == []
 
 
 def test_the_rest_of_the_share_is_a_cache():
