@@ -305,87 +305,79 @@ def test_what_follows_of_jobs_on_other_devices_of_other_kinds():
     quantized = {**half, "peft_config": lora}
     four_cards, recovers = {"world_size": 4}, {"memory_args": MemoryArguments()}
     jobs = {
-        "adapters": ("llama", {}, {"peft_config": lora}),
-        "adapters of some layers": ("llama", {}, {"peft_config": some}),
-        "4 bits": ("llama", {}, {**quantized, "quantization_config": four}),
-        "4 bits, whole": ("llama", {}, {**half, "quantization_config": four}),
-        "4 bits, ZeRO-3": ("llama", {}, {**quantized, **four_cards, "strategy": "zero3", "quantization_config": four}),
-        "8 bits": ("llama", {}, {**quantized, "quantization_config": eight}),
-        "8 bits, FSDP": ("llama", {}, {**quantized, **four_cards, "strategy": "fsdp2", "quantization_config": eight}),
-        "8 bits, CPU": ("llama", {}, {**quantized, "hardware": "cpu", "quantization_config": eight}),
-        "fp8": ("llama", {}, {**quantized, "hardware": "h100_80gb", "quantization_config": FineGrainedFP8Config()}),
+        "adapters": ({}, {"peft_config": lora}),
+        "adapters of some layers": ({}, {"peft_config": some}),
+        "4 bits": ({}, {**quantized, "quantization_config": four}),
+        "4 bits, whole": ({}, {**half, "quantization_config": four}),
+        "4 bits, ZeRO-3": ({}, {**quantized, **four_cards, "strategy": "zero3", "quantization_config": four}),
+        "8 bits": ({}, {**quantized, "quantization_config": eight}),
+        "8 bits, FSDP": ({}, {**quantized, **four_cards, "strategy": "fsdp2", "quantization_config": eight}),
+        "8 bits, CPU": ({}, {**quantized, "hardware": "cpu", "quantization_config": eight}),
+        "fp8": ({}, {**quantized, "hardware": "h100_80gb", "quantization_config": FineGrainedFP8Config()}),
     }
     for hardware in ("rtx_3060", "mi300x", "radeon_8060s_64gb", "apple_m2_16gb", "cpu"):
         precision = {"bf16": hardware not in ("apple_m2_16gb",)}
-        jobs[f"paged on {hardware}"] = ("llama", {**precision, "optim": "paged_adamw_8bit"}, {"hardware": hardware})
+        jobs[f"paged on {hardware}"] = ({**precision, "optim": "paged_adamw_8bit"}, {"hardware": hardware})
         for accumulation in (1, 2, 7):
             fields = {**precision, "gradient_accumulation_steps": accumulation}
-            jobs[f"{accumulation} on {hardware}"] = ("llama", fields, {"hardware": hardware, **recovers})
-        jobs[f"a clip on {hardware}"] = (sees, precision, {"hardware": hardware, "video": clip, **recovers})
+            jobs[f"{accumulation} on {hardware}"] = (fields, {"hardware": hardware, **recovers})
+        jobs[f"a clip on {hardware}"] = (precision, {"model": sees, "hardware": hardware, "video": clip, **recovers})
     jobs |= {
-        "no recovery": ("llama", {}, {"memory_args": MemoryArguments(oom_recovery=False)}),
-        "recovery, DDP": ("llama", {}, {**four_cards, "strategy": "ddp", **recovers}),
-        "workers": ("llama", {"dataloader_num_workers": 3}, {}),
-        "workers, ahead": ("llama", {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 5}, {}),
-        "not pinned": ("llama", {"dataloader_pin_memory": False}, {}),
-        "FSDP1": ("llama", {"fsdp": "full_shard", "fsdp_config": {"version": 1}}, four_cards),
-        "FSDP2, checkpointed": ("llama", {"activation_checkpointing": True}, {**four_cards, "strategy": "fsdp2"}),
-        "FSDP's checkpointing": (
-            "llama",
-            {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}},
-            four_cards,
-        ),
-        "FSDP's offloading": ("llama", {"fsdp": True, "fsdp_config": {"cpu_offload": True}}, four_cards),
-        "a ring": ("llama", {}, {**four_cards, "strategy": "fsdp2", "shared": 2}),
-        "a ring, odd": ("llama", {}, {**four_cards, "strategy": "fsdp2", "shared": 2, "length": 46}),
-        "a ring, no share": ("llama", {}, {**four_cards, "strategy": "fsdp2", "shared": 3}),
-        "a ring, eager": (
-            "llama",
-            {},
-            {**four_cards, "strategy": "fsdp2", "shared": 2, "attn_implementation": "eager"},
-        ),
+        "no recovery": ({}, {"memory_args": MemoryArguments(oom_recovery=False)}),
+        "recovery, DDP": ({}, {**four_cards, "strategy": "ddp", **recovers}),
+        "workers": ({"dataloader_num_workers": 3}, {}),
+        "workers, ahead": ({"dataloader_num_workers": 3, "dataloader_prefetch_factor": 5}, {}),
+        "not pinned": ({"dataloader_pin_memory": False}, {}),
+        "FSDP1": ({"fsdp": "full_shard", "fsdp_config": {"version": 1}}, four_cards),
+        "FSDP2, checkpointed": ({"activation_checkpointing": True}, {**four_cards, "strategy": "fsdp2"}),
+        "FSDP's checkpointing": ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}, four_cards),
+        "FSDP's offloading": ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, four_cards),
+        "a ring": ({}, {**four_cards, "strategy": "fsdp2", "shared": 2}),
+        "a ring, odd": ({}, {**four_cards, "strategy": "fsdp2", "shared": 2, "length": 46}),
+        "a ring, no share": ({}, {**four_cards, "strategy": "fsdp2", "shared": 3}),
+        "a ring, eager": ({}, {**four_cards, "strategy": "fsdp2", "shared": 2, "attn_implementation": "eager"}),
         "a ring, chunks": (
-            "llama",
             {},
             {**four_cards, "strategy": "fsdp2", "shared": 2, "memory_args": MemoryArguments(loss_chunk_size=16)},
         ),
-        "Ulysses": ("llama", {}, {**four_cards, "strategy": "zero2", "shared": 2, "length": 47}),
-        "Ulysses, heads": ("llama", {}, {"world_size": 8, "strategy": "zero2", "shared": 8}),
-        "Ulysses, windows": ("llama", {}, {**four_cards, "strategy": "zero2", "shared": 2, "padded": True}),
-        "DDP, shared": ("llama", {}, {**four_cards, "strategy": "ddp", "shared": 2}),
-        "tensor parallel": ("llama", {}, {**four_cards, "strategy": "tp2"}),
-        "hybrid": ("llama", {}, {**four_cards, "strategy": "hsdp2"}),
-        "both": ("llama", {}, {"world_size": 8, "strategy": "tp2_hsdp2"}),
-        "NVMe": ("llama", {}, {**four_cards, "strategy": "zero3_offload_nvme"}),
-        "graphs": ("llama", {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}, {}),
-        "graphs, CPU": (
-            "llama",
-            {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
-            {"hardware": "cpu"},
-        ),
-        "packed, flash": ("llama", {}, {**half, "packed": True, "attn_implementation": "flash_attention_2"}),
-        "flex": ("llama", {}, {"attn_implementation": "flex_attention"}),
-        "window, CPU": ("llama", {}, {"hardware": "cpu", "memory_args": MemoryArguments(sliding_window=16)}),
-        "blocks": ("llama", {}, {"memory_args": MemoryArguments(sparse_block_size=16)}),
-        "pairs of texts": ("bert", {}, {"task": "feature-extraction"}),
-        "positions, a table": ("gpt2", {}, {"length": 129}),
-        "positions, all of a table": ("gpt2", {}, {"length": 128}),
-        "positions, none": ("t5", {}, {"length": 1000}),
-        "no rank": ("llama", {}, {**four_cards, "strategy": "ddp", "rank": 4}),
-        "last rank": ("llama", {}, {**four_cards, "strategy": "ddp", "rank": 3}),
-        "text of a video model": (sees, {}, {}),
-        "clips": (sees, {}, {"video": replace(clip, settings={"size": {"shortest_edge": 784, "longest_edge": 3136}})}),
-        "clips, tower frozen": (
-            sees,
+        "Ulysses": ({}, {**four_cards, "strategy": "zero2", "shared": 2, "length": 47}),
+        "Ulysses, heads": ({}, {"world_size": 8, "strategy": "zero2", "shared": 8}),
+        "Ulysses, windows": ({}, {**four_cards, "strategy": "zero2", "shared": 2, "padded": True}),
+        "DDP, shared": ({}, {**four_cards, "strategy": "ddp", "shared": 2}),
+        "tensor parallel": ({}, {**four_cards, "strategy": "tp2"}),
+        "hybrid": ({}, {**four_cards, "strategy": "hsdp2"}),
+        "both": ({}, {"world_size": 8, "strategy": "tp2_hsdp2"}),
+        "NVMe": ({}, {**four_cards, "strategy": "zero3_offload_nvme"}),
+        "graphs": ({"torch_compile": True, "torch_compile_mode": "reduce-overhead"}, {}),
+        "graphs, CPU": ({"torch_compile": True, "torch_compile_mode": "reduce-overhead"}, {"hardware": "cpu"}),
+        "packed, flash": ({}, {**half, "packed": True, "attn_implementation": "flash_attention_2"}),
+        "flex": ({}, {"attn_implementation": "flex_attention"}),
+        "window, CPU": ({}, {"hardware": "cpu", "memory_args": MemoryArguments(sliding_window=16)}),
+        "blocks": ({}, {"memory_args": MemoryArguments(sparse_block_size=16)}),
+        "pairs of texts": ({}, {"model": "bert", "task": "feature-extraction"}),
+        "positions, a table": ({}, {"model": "gpt2", "length": 129}),
+        "positions, all of a table": ({}, {"model": "gpt2", "length": 128}),
+        "positions, none": ({}, {"model": "t5", "length": 1000}),
+        "no rank": ({}, {**four_cards, "strategy": "ddp", "rank": 4}),
+        "last rank": ({}, {**four_cards, "strategy": "ddp", "rank": 3}),
+        "text of a video model": ({}, {"model": sees}),
+        "clips": (
             {},
-            {"video": clip, "frozen": ("vision",), "hardware": "apple_m2_16gb", **recovers},
+            {"model": sees, "video": replace(clip, settings={"size": {"shortest_edge": 784, "longest_edge": 3136}})},
         ),
-        "clips within a budget": (sees, {}, {"video": clip, "memory_args": MemoryArguments(max_tokens_per_batch=50)}),
+        "clips, tower frozen": (
+            {},
+            {"model": sees, "video": clip, "frozen": ("vision",), "hardware": "apple_m2_16gb", **recovers},
+        ),
+        "clips within a budget": (
+            {},
+            {"model": sees, "video": clip, "memory_args": MemoryArguments(max_tokens_per_batch=50)},
+        ),
     }
     found = {}
-    for name, (model, fields, settings) in jobs.items():
-        fields = {} if settings.get("hardware") == "apple_m2_16gb" else {"bf16": True, **fields}
-        found[name] = described(model, {"optim": "adamw_torch", **fields, **jobs[name][1]}, **settings)
+    for name, (given, settings) in jobs.items():
+        fields = {"optim": "adamw_torch", "bf16": settings.get("hardware") != "apple_m2_16gb"}
+        found[name] = described(**{"model": "llama", "fields": fields | given, **settings})
     frozen.check("jobs_of_other_kinds", found)
 
 
