@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.timing.duration import Amount, duration, run_duration, training_steps
+from hf_memopt.estimator.timing.duration import Amount, duration, parse_count, run_duration, training_steps
 from hf_memopt.units import read_number
 
 
@@ -36,6 +36,11 @@ def test_amounts_of_training(subtests):
             else:
                 amount = Amount(**asked)
                 assert (amount.count_samples(), amount.count_tokens(1024)) == (samples, tokens)
+
+    assert (parse_count("1", "tokens"), parse_count("9e17", "tokens")) == (1, 9 * 10**17)
+    for wrong in ("0.9", "1e18"):
+        with pytest.raises(InputError, match="must be a number such as"):
+            parse_count(wrong, "tokens")
 
 
 def test_steps_of_a_trainer_are_counted():
