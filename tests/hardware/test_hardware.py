@@ -215,6 +215,8 @@ def test_what_cards_that_the_catalog_lacks_compute_in(subtests):
     for clock, width, bandwidth in [(7_000_000, 256, 448e9), (7_000_000, 0, None), (0, 256, None)]:
         found = detect._cuda(_card("A card", 20, memory_clock_rate=clock, memory_bus_width=width), hip=None)
         assert found.bandwidth == bandwidth and found.memory == found.nominal_memory == 20 * GIB
+    for one in ({"memory_clock_rate": 7_000_000}, {"memory_bus_width": 256}):
+        assert detect._cuda(_card("A card", 20, **one), hip=None).bandwidth is None
 
 
 def test_intels_cards():
