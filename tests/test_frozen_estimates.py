@@ -96,13 +96,8 @@ def test_without_gradients_kept():
 @pytest.mark.parametrize(
     "asked",
     [
-        {"activation_offload": True},
-        {"activation_compression": "int8"},
-        {"loss_chunk_size": 16},
-        {"mlp_tile_size": 16},
-        {"adam_mini": True},
-        {"optimizer_cpu_offload": True},
-        {"sliding_window": 16},
+        *({"activation_offload": True}, {"activation_compression": "int8"}, {"loss_chunk_size": 16}),
+        *({"mlp_tile_size": 16}, {"adam_mini": True}, {"optimizer_cpu_offload": True}, {"sliding_window": 16}),
     ],
     ids=lambda asked: next(iter(asked)),
 )
@@ -150,15 +145,7 @@ def described(model: str, fields: dict, length: int = 48, hardware: str = "rtx_3
 
 
 TRACED = {
-    "fields",
-    "backend",
-    "discrete_memory",
-    "flex",
-    "capability",
-    "fp8",
-    "padded",
-    "evaluated",
-    "world_size",
+    *("fields", "backend", "discrete_memory", "flex", "capability", "fp8", "padded", "evaluated", "world_size"),
     "rank",
 }
 
@@ -215,15 +202,9 @@ def test_what_follows_of_a_jobs_settings():
         *(
             {"asked": asked}
             for asked in (
-                {"checkpoint_ratio": 0.5},
-                {"activation_offload": True},
-                {"max_tokens_per_batch": 100},
-                {"loss_chunk_size": 16},
-                {"adam_mini": True},
-                {"activation_compression": "int8"},
-                {"sliding_window": 16},
-                {"optimizer_cpu_offload": True},
-                {"mlp_tile_size": 16},
+                *({"checkpoint_ratio": 0.5}, {"activation_offload": True}, {"max_tokens_per_batch": 100}),
+                *({"loss_chunk_size": 16}, {"adam_mini": True}, {"activation_compression": "int8"}),
+                *({"sliding_window": 16}, {"optimizer_cpu_offload": True}, {"mlp_tile_size": 16}),
                 {"weight_streaming": True},
             )
         ),
@@ -231,14 +212,8 @@ def test_what_follows_of_a_jobs_settings():
         memory_args = {"memory_args": MemoryArguments(**settings["asked"])} if "asked" in settings else settings
         found[str(settings)] = described("llama", half, **memory_args)
     for model, shape in (
-        ("bert", {}),
-        ("t5", {}),
-        ("gpt2", {}),
-        ("mixtral", {}),
-        ("qwen2", {}),
-        ("llama", {"num_hidden_layers": 2}),
-        ("llama", {"num_hidden_layers": 5}),
-        ("llama", {"num_key_value_heads": 4}),
+        *(("bert", {}), ("t5", {}), ("gpt2", {}), ("mixtral", {}), ("qwen2", {}), ("llama", {"num_hidden_layers": 2})),
+        *(("llama", {"num_hidden_layers": 5}), ("llama", {"num_key_value_heads": 4})),
         ("llama", {"rope_parameters": None}),
     ):
         found[f"{model} {shape}"] = described(model, half, shape=shape)

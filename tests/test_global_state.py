@@ -25,19 +25,10 @@ SEQ_LEN = 64
 FIELDS = {"per_device_train_batch_size": 2, "max_steps": 1, "use_cpu": True, "report_to": "none"}
 # What our code replaces for a while, in the modules of others.
 PATCHED = [
-    (torch, "tensor"),
-    (torch, "load"),
-    (torch.nn.Module, "to"),
-    (torch.nn.functional, "linear"),
-    (torch.nn.functional, "scaled_dot_product_attention"),
-    (Trainer, "train"),
-    (Trainer, "__init__"),
-    (Trainer, "evaluate"),
-    (PreTrainedModel, "_from_config"),
-    (PreTrainedModel, "from_pretrained"),
-    (os, "makedirs"),
-    (sys, "excepthook"),
-    (sys, "stdout"),
+    *((torch, "tensor"), (torch, "load"), (torch.nn.Module, "to"), (torch.nn.functional, "linear")),
+    *((torch.nn.functional, "scaled_dot_product_attention"), (Trainer, "train"), (Trainer, "__init__")),
+    *((Trainer, "evaluate"), (PreTrainedModel, "_from_config"), (PreTrainedModel, "from_pretrained")),
+    *((os, "makedirs"), (sys, "excepthook"), (sys, "stdout")),
 ]
 
 

@@ -183,13 +183,7 @@ def test_rows_longer_than_a_sample_are_counted(jsonl, builtin_model):
     assert use.lengths == (6, 51, 151) and use.longer_than(51) == 1 and use.longer_than(50) == 2
     (note,) = use.notes(50)
     assert note.startswith("2 of 3 rows are longer than 50 tokens by 4 bytes a token, the longest has 151: ")
-    assert use.to_dict(50) == {
-        "rows": 3,
-        "bad_rows": {},
-        "longer": 2,
-        "longest": 151,
-        "tokens_are": "estimated",
-    }
+    assert use.to_dict(50) == {"rows": 3, "bad_rows": {}, "longer": 2, "longest": 151, "tokens_are": "estimated"}
     counted = find_use(source, model=str(builtin_model))
     tokenizer = AutoTokenizer.from_pretrained(builtin_model)
     assert counted.lengths == tuple(len(tokenizer("a " * count + "b")["input_ids"]) for count in (10, 100, 300))
@@ -277,15 +271,7 @@ def test_the_data_stand_in_the_command(command, jsonl):
     assert any(line.startswith("time ") for line in out.splitlines())
     more = jsonl([{"prompt": "?", "completion": "yes" * (n > 0), "label": 1, "mask": 1} for n in range(8)])
     asked = (
-        "plan",
-        "smollm2-135m",
-        "--hardware",
-        "rtx_3060",
-        "--method",
-        "lora",
-        "--dataset",
-        more,
-        "--skip-bad-rows",
+        *("plan", "smollm2-135m", "--hardware", "rtx_3060", "--method", "lora", "--dataset", more, "--skip-bad-rows"),
     )
     code, out, err = command(*asked, "--ignore-columns", "label, mask")
     assert code == 0 and "--ignore_columns label mask --skip_bad_rows true" in " ".join(_pasted(out.splitlines())), err

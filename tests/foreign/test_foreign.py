@@ -79,12 +79,8 @@ def test_a_shadowed_row_is_never_written():
 EVALUATIONS = {  # a tool's smallest file, what has it evaluate, its batch then, and what has it not
     "llama_factory": (
         {
-            "model_name_or_path": "m",
-            "do_train": True,
-            "stage": "sft",
-            "finetuning_type": "lora",
-            "template": "llama3",
-            "cutoff_len": 64,
+            **{"model_name_or_path": "m", "do_train": True, "stage": "sft", "finetuning_type": "lora"},
+            **{"template": "llama3", "cutoff_len": 64},
         },
         [{"eval_strategy": "steps", "val_size": 0.1}, {"do_eval": True, "val_size": 0.1}],
         ("per_device_eval_batch_size", None),

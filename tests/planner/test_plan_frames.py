@@ -109,10 +109,7 @@ def test_smaller_frames_leave_room_for_more(job):
 @pytest.mark.slow
 def test_the_command_line(folder, command):
     code, out, err = command(
-        "plan",
-        folder,
-        *flags(hardware="rtx_3070", method="lora", frames="max", set="frame_size=56x56"),
-        "--json",
+        "plan", folder, *flags(hardware="rtx_3070", method="lora", frames="max", set="frame_size=56x56"), "--json"
     )
     assert code == 0, err
     (row,) = json.loads(out)["frames"]
@@ -172,10 +169,7 @@ def _the_most_frames_that_are_looked_at_are_those_of_the_models_positions(
 
 def test_the_most_frames_that_are_looked_at_are_those_of_the_models_positions(monkeypatch, subtests):
     for two, four, positions, merged, most in [
-        (20, 40, 1000, 2, 100),
-        (20, 40, 1009, 1, 100),
-        (20, 40, 1010, 1, 101),
-        (20, 40, 19, 2, 0),
+        *((20, 40, 1000, 2, 100), (20, 40, 1009, 1, 100), (20, 40, 1010, 1, 101), (20, 40, 19, 2, 0)),
         (20, 40, 20, 2, 2),
     ]:
         with subtests.test(positions=positions, merged=merged):

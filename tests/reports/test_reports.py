@@ -170,11 +170,7 @@ def test_the_command_line(tmp_path, command, monkeypatch):
     (tmp_path / "bad" / "memory_report.json").write_text("[1]")
     damaged = write_run(tmp_path / "damaged", report(estimate=[1]), READINGS)
     for wrong in (
-        (tmp_path / "none",),
-        (tmp_path,),
-        (tmp_path / "bad",),
-        (damaged,),
-        (one, "--output", tmp_path / "x.txt"),
+        *((tmp_path / "none",), (tmp_path,), (tmp_path / "bad",), (damaged,), (one, "--output", tmp_path / "x.txt")),
     ):
         code, output, errors = command("report", *wrong)
         assert (code, output) == (2, "") and len(errors.splitlines()) == 1

@@ -40,26 +40,12 @@ def test_names_and_hub_ids_are_public(model):
 
 def test_strangers_may_not_ask_for(subtests):
     for changed in [
-        {"model": "/etc/passwd"},
-        {"model": "../x"},
-        {"model": "a/../b"},
-        {"model": "a/b/c"},
-        {"model": "https://x/y"},
-        {"model": "a/b\n"},
-        {"hardware": "/tmp/card.toml"},
-        {"hardware": '{"label": "x"}'},
-        {"hardware": "auto"},
-        {"method": "--plot"},
-        {"seq_len": 0},
-        {"tokens": "/etc/passwd"},
-        {"price": "$(id)"},
-        {"seq_len": 2**31},
-        {"settings": ("deepspeed=/etc/passwd",)},
-        {"settings": ("push_to_hub=true",)},
-        {"settings": ("optim=../x",)},
-        {"settings": ("optim",)},
-        {"settings": ("lora.r=8",) * 21},
-        {"config": "base_model: /etc"},
+        *({"model": "/etc/passwd"}, {"model": "../x"}, {"model": "a/../b"}, {"model": "a/b/c"}),
+        *({"model": "https://x/y"}, {"model": "a/b\n"}, {"hardware": "/tmp/card.toml"}),
+        *({"hardware": '{"label": "x"}'}, {"hardware": "auto"}, {"method": "--plot"}, {"seq_len": 0}),
+        *({"tokens": "/etc/passwd"}, {"price": "$(id)"}, {"seq_len": 2**31}, {"settings": ("deepspeed=/etc/passwd",)}),
+        *({"settings": ("push_to_hub=true",)}, {"settings": ("optim=../x",)}, {"settings": ("optim",)}),
+        *({"settings": ("lora.r=8",) * 21}, {"config": "base_model: /etc"}),
     ]:
         with subtests.test(changed=changed), pytest.raises(InputError):
             check_public(replace(QUESTION, **changed))
