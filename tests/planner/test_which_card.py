@@ -100,29 +100,6 @@ def test_a_card_gets_what_its_own_plan_says(answer, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("price", "rate", "tokens", "hours", "cost"),
-    [
-        (3.6, 100.0, None, None, 10.0),
-        (3.6, 100.0, 2 * 10**6, 20 / 3.6, 20.0),
-        (None, 100.0, 2 * 10**6, 20 / 3.6, None),
-        (3.6, None, 2 * 10**6, None, None),
-    ],
-)
-def test_hours_and_cost_of_a_card(price, rate, tokens, hours, cost):
-    fit = SimpleNamespace(price=price, tokens_per_second=rate, tokens=tokens)
-    assert (Fit.hours.fget(fit), Fit.cost.fget(fit)) == (hours and pytest.approx(hours), cost)
-
-
-@pytest.mark.parametrize(
-    ("fills", "offloads", "near"), [(0.84, (), False), (0.86, (), True), (0.95, (), True), (0.1, ("weights",), True)]
-)
-def test_a_card_is_near_its_limit_within_a_sketchs_error(fills, offloads, near):
-    fit = SimpleNamespace(fills=fills, share=0.9, choice=SimpleNamespace(offloads=offloads))
-    assert Fit.is_near.fget(fit) is near
-
-
-@pytest.mark.slow
 def test_a_limit_per_hour_leaves_out_larger_boxes(prices):
     fits = which_card(config(), seq_len=512, method="lora", prices=prices, max_price=0.5, every=True).fits["lora"]
     assert {fit.name for fit in fits} == {"rtx_3070", "t4", "t4x2", "apple_m2_8gb"}
