@@ -53,11 +53,7 @@ def test_processes_of_launches():
             launch = launchers.Launch(by, one)
             found[f"{by} {one} {seen}"] = answered(launchers.count_processes, launch, seen)
     variables = (
-        {},
-        {"FORCE_TORCHRUN": "1"},
-        {"FORCE_TORCHRUN": "Y"},
-        {"FORCE_TORCHRUN": "0"},
-        {"NPROC_PER_NODE": "4"},
+        *({}, {"FORCE_TORCHRUN": "1"}, {"FORCE_TORCHRUN": "Y"}, {"FORCE_TORCHRUN": "0"}, {"NPROC_PER_NODE": "4"}),
     )
     variables += ({"NNODES": "2"}, {"NNODES": "2", "NPROC_PER_NODE": "4"}, {"RDZV_ID": "1"}, {"MIN_NNODES": "1"})
     variables += ({"RDZV_ID": "1", "MIN_NNODES": "1"}, {"NNODES": "1:2"}, {"OPTIM_TORCH": "0", "NPROC_PER_NODE": "2"})
@@ -106,17 +102,11 @@ def test_engines_of_accelerate(tmp_path, monkeypatch):
     found, file = {}, tmp_path / "a.yaml"
     for options in (
         *(
-            {},
-            {"mixed_precision": "fp8"},
-            {"mixed_precision": "bf16", "num_processes": 2},
-            {"use_cpu": True},
+            *({}, {"mixed_precision": "fp8"}, {"mixed_precision": "bf16", "num_processes": 2}, {"use_cpu": True}),
             {"cpu": False},
         ),
         *(
-            {"dynamo_backend": "no"},
-            {"dynamo_backend": "inductor"},
-            {"tpu": "NO"},
-            {"use_deepspeed": True},
+            *({"dynamo_backend": "no"}, {"dynamo_backend": "inductor"}, {"tpu": "NO"}, {"use_deepspeed": True}),
             {"gpu_ids": 1},
         ),
         *({"use_deepspeed": True, "zero_stage": 3}, {"use_deepspeed": True, "offload_param_device": "cpu"}),
@@ -151,23 +141,14 @@ def test_engines_of_accelerate(tmp_path, monkeypatch):
         both = answered(accelerate.engine_of_launch, file, {}), answered(accelerate._of_file, file)
         found[content] = str(both).replace(str(tmp_path), "")
     keys = (
-        "config_file",
-        "accelerate_config",
-        "gradient_clipping",
-        "num_processes",
-        "fsdp_config",
-        "fsdp_version",
+        *("config_file", "accelerate_config", "gradient_clipping", "num_processes", "fsdp_config", "fsdp_version"),
         "debug",
     )
     found["keys"] = [accelerate.is_launch_option(key) for key in (*keys, "seed", "zero_stage", "use_cpu", "tpu_name")]
     deepspeed = {"training": {"deepspeed": {"stage": 3}}, "world_size": 2}
     for fields in (
         *(
-            {},
-            {"world_size": 2},
-            {"world_size": 1},
-            {"sequence_parallel": 2},
-            deepspeed,
+            *({}, {"world_size": 2}, {"world_size": 1}, {"sequence_parallel": 2}, deepspeed),
             {"training": {"fsdp": "full_shard"}},
         ),
         {"world_size": 4, "training": {"fsdp": "full_shard", "fsdp_config": {"cpu_offload": True, "version": 1}}},

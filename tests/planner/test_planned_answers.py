@@ -508,11 +508,7 @@ def test_samples_that_fit(monkeypatch):
         one = replace(estimate(1000), breakdown={"parameters": 500, "activations": 400, "gradients": 50})
         row = [round(search.guess(frames_, one), 6) for frames_ in (2, 10)]
         found[f"frames {two} {four} {budget}"] = [
-            row,
-            search.tokens(6),
-            search.candidates[:2],
-            search.near,
-            search.first,
+            *(row, search.tokens(6), search.candidates[:2], search.near, search.first),
         ]
     for memory, batch, fixed in itertools.product((13, 14, 21), (1, 4, 8), (None, 9)):
         limits = video_tiers.TierLimits(batch, video_tiers.FixedLimits(max_frames=fixed), longest=60_000)
