@@ -170,13 +170,13 @@ def test_what_messages_say():
     found = {}
     sizes = ("1.50 GiB", "512 MiB", "20 GB", "100 bytes")
     for one, other in itertools.product(sizes, sizes[:2]):
+        asked = f"Tried to allocate {one}"
         for text in (
-            f"CUDA out of memory. Tried to allocate {one}. GPU 0 has a total capacity of 20.00 GiB of which {other} is "
-            "free.",
+            f"CUDA out of memory. {asked}. GPU 0 has a total capacity of 20.00 GiB of which {other} is free.",
             f"MPS backend out of memory (MPS allocated: {one}, other allocations: {other}, max allowed: 20 GB).",
-            f"a: out of memory, Tried to allocate {other}\nnoise {one} cached)\nout of memory. Trying to allocate {one}",
-            f"out of memory. Process 7 has {one} memory in use. Including this process has {other} memory in use. 2 GiB "
-            f"total capacity; {one} already allocated; {other} free; {one} reserved in total by PyTorch",
+            f"a: out of memory, Tried to allocate {other}\n{one} cached)\nout of memory. {asked}",
+            f"out of memory. Process 7 has {one} memory in use. Including this process has {other} memory in use. "
+            f"2 GiB total capacity; {one} already allocated; {other} free; {one} reserved in total by PyTorch",
         ):
             found[text] = parse_figures(text)
     free, own, allocated = (None, 0, 2 * GIB), (None, 3 * GIB, 30 * GIB), (None, 4 * GIB)

@@ -198,9 +198,8 @@ class _Numbered(int):
         return SimpleNamespace(flat_buffers=self > 100)
 
 
-@pytest.mark.parametrize(
-    ("choices", "picks", "budgets", "doubted"),
-    [
+def test_a_plain_choice_that_nearly_fits_is_doubted(subtests):
+    for choices, picks, budgets, doubted in [
         ((3, 4, 6), (3,), (390,), 4),
         ((3, 4, 6), (None,), (390,), 4),
         ((3, 4, 6), (3,), (381,), 4),
@@ -212,16 +211,15 @@ class _Numbered(int):
         ((3, 5), (3,), (390,), None),
         ((3, 104), (3,), (10_390,), None),
         ((2, 4, 6), (3,), (190,), None),  # estimated
-    ],
-)
-def test_a_plain_choice_that_nearly_fits_is_doubted(choices, picks, budgets, doubted):
-    search = SimpleNamespace(
-        _traceable=lambda: map(_Numbered, choices),
-        is_plain=lambda choice: choice % 2 == 0,
-        needs=lambda choice: 100 * choice,
-        estimates={2},
-    )
-    assert Search._doubtful(search, picks, budgets) == doubted
+    ]:
+        with subtests.test(choices=str(choices)):
+            search = SimpleNamespace(
+                _traceable=lambda: map(_Numbered, choices),  # noqa: B023
+                is_plain=lambda choice: choice % 2 == 0,
+                needs=lambda choice: 100 * choice,
+                estimates={2},
+            )
+            assert Search._doubtful(search, picks, budgets) == doubted
 
 
 def test_a_faster_and_simpler_choice_that_only_other_kinds_rule_out(subtests):

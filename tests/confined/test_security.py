@@ -127,9 +127,8 @@ def test_what_is_found(subtests):
             assert place in list(places(text))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_what_is_let_pass(subtests):
+    for text in [
         "import torch\ntorch.load(x, weights_only=True)",
         "model.eval()",
         "import re\nre.compile(x)",
@@ -139,10 +138,9 @@ def test_what_is_found(subtests):
         "f(x, trust_remote_code=args.trust_remote_code)",
         "import numpy as np\nnp.load(x, allow_pickle=False)",
         "import pickle\ntry: pass\nexcept pickle.UnpicklingError: pass",
-    ],
-)
-def test_what_is_let_pass(text):
-    assert not list(places(text))
+    ]:
+        with subtests.test(text=str(text)):
+            assert not list(places(text))
 
 
 def test_code_of_models_is_off_unless_asked_for():

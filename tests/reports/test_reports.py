@@ -176,12 +176,17 @@ def test_the_command_line(tmp_path, command, monkeypatch):
         assert (code, output) == (2, "") and len(errors.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [(0, "0 B"), (1023, "1023 B"), (2048, "2.0 KiB"), (3 * 2**20, "3.0 MiB"), (2**30, "1.00 GiB"), (None, "unknown")],
-)
-def test_sizes_for_people(value, told):
-    assert size(value) == told
+def test_sizes_for_people(subtests):
+    for value, told in [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (2048, "2.0 KiB"),
+        (3 * 2**20, "3.0 MiB"),
+        (2**30, "1.00 GiB"),
+        (None, "unknown"),
+    ]:
+        with subtests.test(value=str(value)):
+            assert size(value) == told
 
 
 @pytest.mark.slow
