@@ -153,18 +153,11 @@ TRACED = {
 def test_what_follows_of_a_jobs_fields():
     found = {}
     for fields in (
-        {},
-        {"bf16": True},
-        {"fp16": True},
-        {"bf16": True, "fp16": True},
-        {"activation_checkpointing": True},
+        *({}, {"bf16": True}, {"fp16": True}, {"bf16": True, "fp16": True}, {"activation_checkpointing": True}),
         {"bf16": True, "activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
-        {"bf16": True, "optim": "sgd", "gradient_accumulation_steps": 1},
-        {"eval_strategy": "steps"},
-        {"bf16": True, "torch_compile": True},
-        {"bf16": True, "auto_find_batch_size": True},
-        {"bf16": True, "use_liger_kernel": True},
-        {"eval_strategy": "no", "do_eval": True},
+        *({"bf16": True, "optim": "sgd", "gradient_accumulation_steps": 1}, {"eval_strategy": "steps"}),
+        *({"bf16": True, "torch_compile": True}, {"bf16": True, "auto_find_batch_size": True}),
+        *({"bf16": True, "use_liger_kernel": True}, {"eval_strategy": "no", "do_eval": True}),
         {"per_device_train_batch_size": 5},
     ):
         found[str(fields)] = described("llama", fields)
@@ -249,13 +242,9 @@ def test_assembled_for_other_devices_and_settings(traced):
         job = of_job(hardware, fields={"bf16": hardware != "t4", "fp16": hardware == "t4"})
         found[hardware] = [answered(assemble(job, *traced)), speed(throughput(job, job, *traced))]
     for more in (
-        {"gradient_accumulation_steps": 1},
-        {"gradient_accumulation_steps": 7},
-        {"dataloader_num_workers": 3},
-        {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 5},
-        {"dataloader_pin_memory": False},
-        {"torch_compile": True},
-        {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
+        *({"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 7}, {"dataloader_num_workers": 3}),
+        *({"dataloader_num_workers": 3, "dataloader_prefetch_factor": 5}, {"dataloader_pin_memory": False}),
+        *({"torch_compile": True}, {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}),
     ):
         job = of_job(fields=more)
         found[str(more)] = [answered(assemble(job, *traced)), speed(throughput(job, job, *traced))]

@@ -523,27 +523,13 @@ def test_clips_in_the_order_of_preference():
 
 PRESETS = ("t4", "rtx_4090", "l40s_x4", "h100_80gb_x8", "h100_80gb_x16_nodes", "apple_m2_16gb", "cpu_x2", "mi300x")
 OVERRIDES = (
-    {},
-    {"fp16": True},
-    {"bf16": True},
-    {"activation_checkpointing": False},
-    {"dataloader_num_workers": 0},
-    {"use_cpu": True},
-    {"optim": "adamw_torchs"},
-    {"optim": "sgd"},
-    {"torch_compile": False, "torch_compile_mode": "x"},
-    {"torch_compile": False},
-    {"torch_compile": True, "torch_compile_backend": "y"},
-    {"lr_scheduler_kwargs": "a"},
-    {"lr_scheduler_kwargs": '{"a": 1}'},
-    {"activation_checkpointing_kwargs": "x"},
-    {"optim_args": "a=1, b=2"},
-    {"optim_args": "a"},
-    {"optim_args": "a=b=c"},
-    {"output_dir": ""},
-    {"effective_batch_size": 12},
-    {"effective_batch_size": 16, "per_device_train_batch_size": 2},
-    {"per_device_train_batch_size": 3},
+    *({}, {"fp16": True}, {"bf16": True}, {"activation_checkpointing": False}, {"dataloader_num_workers": 0}),
+    *({"use_cpu": True}, {"optim": "adamw_torchs"}, {"optim": "sgd"}),
+    *({"torch_compile": False, "torch_compile_mode": "x"}, {"torch_compile": False}),
+    *({"torch_compile": True, "torch_compile_backend": "y"}, {"lr_scheduler_kwargs": "a"}),
+    *({"lr_scheduler_kwargs": '{"a": 1}'}, {"activation_checkpointing_kwargs": "x"}, {"optim_args": "a=1, b=2"}),
+    *({"optim_args": "a"}, {"optim_args": "a=b=c"}, {"output_dir": ""}, {"effective_batch_size": 12}),
+    *({"effective_batch_size": 16, "per_device_train_batch_size": 2}, {"per_device_train_batch_size": 3}),
     {"effective_batch_size": 7, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
     {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"a": 1}},
 )
@@ -843,15 +829,9 @@ def test_pictures_as_clips(tmp_path):
     found["names"] = [file.name for file in files]
     found["turned"] = [image_size(file) for file in frames_in(tmp_path / "turned")]
     for limits in (
-        {},
-        {"max_frames": 4},
-        {"max_frames": 5, "multiple_of": 2},
-        {"max_frames": None, "multiple_of": 5},
-        {"max_pixels": 600, "side_multiple": 4},
-        {"sampling": Sampling(video_start=1, video_end=4)},
-        {"sampling": Sampling(sample_fps=4, nframes=3)},
-        {"fps": 1},
-        {"sampling": Sampling(fps=1)},
+        *({}, {"max_frames": 4}, {"max_frames": 5, "multiple_of": 2}, {"max_frames": None, "multiple_of": 5}),
+        *({"max_pixels": 600, "side_multiple": 4}, {"sampling": Sampling(video_start=1, video_end=4)}),
+        *({"sampling": Sampling(sample_fps=4, nframes=3)}, {"fps": 1}, {"sampling": Sampling(fps=1)}),
     ):
         clip, outline = read_frames(files, FrameLimits(**limits)), outline_frames(files, FrameLimits(**limits))
         assert (outline.frames, outline.height, outline.width) == (len(clip.frames), *clip.frames.shape[2:])

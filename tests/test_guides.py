@@ -81,12 +81,9 @@ def _skips(mark: ast.expr) -> bool:
 
 def test_skipped_tests_are_seen():
     for mark, skips in (
-        ("pytest.mark.skip", True),
-        ("pytest.mark.skip(reason='x')", True),
-        ("[pytest.mark.skipif(True, reason='x')]", True),
-        ("pytest.mark.xfail", True),
-        ("pytest.mark.skipif(no_card, reason='x')", False),
-        ("pytest.mark.slow", False),
+        *(("pytest.mark.skip", True), ("pytest.mark.skip(reason='x')", True)),
+        *(("[pytest.mark.skipif(True, reason='x')]", True), ("pytest.mark.xfail", True)),
+        *(("pytest.mark.skipif(no_card, reason='x')", False), ("pytest.mark.slow", False)),
     ):
         assert _skips(ast.parse(mark, mode="eval").body) is skips, mark
 

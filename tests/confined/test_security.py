@@ -129,14 +129,9 @@ def test_what_is_found(subtests):
 
 def test_what_is_let_pass(subtests):
     for text in [
-        "import torch\ntorch.load(x, weights_only=True)",
-        "model.eval()",
-        "import re\nre.compile(x)",
-        "import json\njson.load(x)",
-        "import pickle\npickle.dumps(x)",
-        "import yaml\nyaml.safe_load(x)",
-        "f(x, trust_remote_code=args.trust_remote_code)",
-        "import numpy as np\nnp.load(x, allow_pickle=False)",
+        *("import torch\ntorch.load(x, weights_only=True)", "model.eval()", "import re\nre.compile(x)"),
+        *("import json\njson.load(x)", "import pickle\npickle.dumps(x)", "import yaml\nyaml.safe_load(x)"),
+        *("f(x, trust_remote_code=args.trust_remote_code)", "import numpy as np\nnp.load(x, allow_pickle=False)"),
         "import pickle\ntry: pass\nexcept pickle.UnpicklingError: pass",
     ]:
         with subtests.test(text=str(text)):

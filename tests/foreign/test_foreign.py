@@ -487,19 +487,13 @@ def test_odd_values_are_answered_or_refused(name):
 
 def test_trls_trainer_is_the_one_that_has_the_files_settings(tmp_path, subtests):
     for settings, task, remarks in [
-        ("beta: 0.1", "dpo", 1),
-        ("beta: 0.1\ndesirable_weight: 2", "kto", 0),
-        ("precompute_ref_log_probs: true\nrpo_alpha: 1", "dpo", 0),
-        ("loss_type: [sigmoid, sft]", "dpo", 0),
-        ("loss_type: sigmoid", "dpo", 0),
-        ("loss_type: dapo", "grpo", 0),
-        ("loss_type: dft", "sft", 0),
-        ("packing: true", "sft", 0),
-        ("learning_rate: 1e-5", "sft", 1),
+        *(("beta: 0.1", "dpo", 1), ("beta: 0.1\ndesirable_weight: 2", "kto", 0)),
+        *(("precompute_ref_log_probs: true\nrpo_alpha: 1", "dpo", 0), ("loss_type: [sigmoid, sft]", "dpo", 0)),
+        *(("loss_type: sigmoid", "dpo", 0), ("loss_type: dapo", "grpo", 0), ("loss_type: dft", "sft", 0)),
+        *(("packing: true", "sft", 0), ("learning_rate: 1e-5", "sft", 1)),
         ("num_generations: 4\nbeta: 0.04", "grpo", 1),
         ("num_generations: 4\nnormalize_advantages: true", "rloo", 0),
-        ("center_rewards_coefficient: 0.1", "reward", 0),
-        ("packing: true\nbeta: 0.1", None, 0),
+        *(("center_rewards_coefficient: 0.1", "reward", 0), ("packing: true\nbeta: 0.1", None, 0)),
     ]:
         with subtests.test(settings=str(settings)):
             file = tmp_path / "job.yaml"

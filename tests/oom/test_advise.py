@@ -36,7 +36,11 @@ _PIECES = [
     ({"asked_bytes": 4, "unused_bytes": 2, "free_bytes": 1, "capacity_bytes": 20}, False, False),
     ({"asked_bytes": 2, "unused_bytes": 2, "capacity_bytes": 40}, False, False),  # 5 % is usual
     ({"asked_bytes": 9, "others_bytes": 6, "unused_bytes": 2, "free_bytes": 1, "capacity_bytes": 80}, False, True),
-    ({"asked_bytes": 9, "others_bytes": 6, "unused_bytes": 2, "capacity_bytes": 80}, False, False),
+    (
+        {"asked_bytes": 9, "others_bytes": 6, "unused_bytes": 2, "capacity_bytes": 80},
+        False,
+        False,
+    ),
     ({"asked_bytes": 1, "others_bytes": 4, "capacity_bytes": 80}, False, False),
     ({"asked_bytes": 1, "others_bytes": 1, "capacity_bytes": 10}, False, False),  # a gibibyte is a desktop's
 ]
@@ -69,7 +73,10 @@ _SEEDS_CAUSES = [
         "per_device_eval_batch_size=1",
     ),
     (
-        *(log("train _save_checkpoint _save_optimizer_and_scheduler"), "save", None, "saving gathers"),
+        log("train _save_checkpoint _save_optimizer_and_scheduler"),
+        "save",
+        None,
+        "saving gathers",
         "fsdp_state_dict_type",
     ),
     (log("train _load_from_checkpoint"), "resume", None, "beside the new ones", "MemoryTrainer"),
@@ -128,8 +135,13 @@ _CAUSES = [
     ("forward", 40, False, "leak", "", "memory grew: leak", "probe_worst_batch"),
     ("eval", 40, None, None, "", "evaluation batches are larger", "per_device_eval_batch_size=1"),
     (
-        *("forward", 40, True, None, CUDA.format(others="", own="22.50", allocated="16.00", unused="5800.00")),
-        *("memory is fragmented", "PYTORCH_ALLOC_CONF"),
+        "forward",
+        40,
+        True,
+        None,
+        CUDA.format(others="", own="22.50", allocated="16.00", unused="5800.00"),
+        "memory is fragmented",
+        "PYTORCH_ALLOC_CONF",
     ),
 ]
 
@@ -192,7 +204,11 @@ def test_what_memory_trainer_leaves(tmp_path):
         "next": [{"change": "loss_chunk_size=512", "saved_bytes": 2**30}],
     }
     event = {
-        **{"event": "oom_recovered", "step": 3, "stage": "backward", "message": PLAIN, "micro_batch_before": 8},
+        "event": "oom_recovered",
+        "step": 3,
+        "stage": "backward",
+        "message": PLAIN,
+        "micro_batch_before": 8,
         "micro_batch_after": 4,
     }
     grown = {"event": "memory_grows", "step": 40, "label": "fragmentation"}

@@ -178,11 +178,7 @@ def test_the_command_line(tmp_path, command, monkeypatch):
 
 def test_sizes_for_people(subtests):
     for value, told in [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (2048, "2.0 KiB"),
-        (3 * 2**20, "3.0 MiB"),
-        (2**30, "1.00 GiB"),
+        *((0, "0 B"), (1023, "1023 B"), (2048, "2.0 KiB"), (3 * 2**20, "3.0 MiB"), (2**30, "1.00 GiB")),
         (None, "unknown"),
     ]:
         with subtests.test(value=str(value)):
