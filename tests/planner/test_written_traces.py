@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from hf_memopt.errors import InputError
-from hf_memopt.estimator.accounting.ledger import Peak
+from hf_memopt.estimator.accounting.ledger import Moment, Peak, TraceResult
 from hf_memopt.estimator.accounting.work import Attention, Kernel
 from hf_memopt.estimator.job import Job
 from hf_memopt.estimator.result import Estimate
@@ -22,7 +22,7 @@ from hf_memopt.planner.choice_jobs import baseline_jobs, choice_job
 from hf_memopt.planner.choices import list_choices
 from hf_memopt.planner.search import Search, summarize
 from hf_memopt.planner.settle import settle
-from hf_memopt.planner.sketch import Traced, make_sketch, sketched_estimate
+from hf_memopt.planner.sketch import Traced, _at_full_depth, make_sketch, sketched_estimate
 from hf_memopt.planner.trl_choices import TrlSpace
 from hf_memopt.units import GIB, MIB
 
@@ -125,6 +125,27 @@ def told(choice, search) -> list:
         list(map(frozen.figures, seconds)),
         [choice.levers, choice.offloads, choice.approximations, choice.complexities],
     ]
+
+
+def test_traces_of_a_few_layers_are_those_of_all():
+    """12 layers: activations grow by what each pair of layers adds, kernels of two steps count once."""
+    traces = [trace(number, False, False) for number in range(2)]
+    results = [
+        TraceResult(
+            {Moment(name, 0, None): peak for name, peak in made.peaks.items()}, [], [], {}, False, 0, made.kernels, 2
+        )
+        for made in traces
+    ]
+    whole = _at_full_depth(CONFIG, (12,), results[:1])
+    assert whole.growing == {name: peak.by_kind.get("activations", 0) for name, peak in traces[0].peaks.items()}
+    assert whole.kernels == {kernel: count / 2 for kernel, count in traces[0].kernels.items()}
+    for depths, growing in (((2, 4), 400 * MIB * 12 // 2), ((1, 2), 400 * MIB * 12), ((3, 6), 400 * MIB * 12 // 3)):
+        made = _at_full_depth(CONFIG, depths, results)
+        assert made.growing == {"load": 0, "optimizer": 0, "backward": growing, "forward: layer": growing}
+        more = 400 * MIB * (12 - depths[0]) // (depths[1] - depths[0])
+        assert made.peaks["backward"].by_kind["activations"] == 409 * MIB + more
+        (optimizer,) = (count for kernel, count in made.kernels.items() if kernel.optimizer)
+        assert optimizer == 2
 
 
 @pytest.mark.parametrize("number", range(4))
