@@ -165,6 +165,7 @@ def test_what_recordings_hold(capsys, monkeypatch):
 def test_what_messages_say():
     from hf_memopt.oom import events
     from hf_memopt.oom.figures import _attribute, parse_figures
+    from hf_memopt.reports import advice
     from hf_memopt.reports.next_steps import larger_batch, used_share
 
     found = {}
@@ -198,6 +199,8 @@ def test_what_messages_say():
     ):
         run = SimpleNamespace(report={"measured": measured, "hardware": {"memory_bytes": capacity}}, readings=readings)
         found[f"share {measured} {capacity} {len(readings)}"] = used_share(run)
+    quoted = [advice._quote("\x07" * bells + "x" * 2000) for bells in (0, 500, 750, 999, 1000, 1500)]
+    assert [len(text) for text in quoted] == [500, 500, 250, 1, 0, 0]  # of 1,000 characters, without those
     found["indices"] = [events._list_indices(indices) for indices in (None, [], [1], list(range(8)), list(range(9)))]
     found["shapes"] = events._list_shapes({name: [2, number] for number, name in enumerate("abcd")})
     found["listed"] = [len(events._listed({"a": "x" * number})) for number in (10, 1000, 5000)]
@@ -308,6 +311,7 @@ def test_which_values_types_take():
 
 def test_words_versions_and_refusals(monkeypatch):
     from hf_memopt import disk, errors, terminal
+    from hf_memopt.compatibility import resolve
     from hf_memopt.stack import versions
 
     found, known = {}, ["max_length", "max_steps", "bf16", "fp16", "learning_rate", "lr", "LoRA", "max_in_cpu"]
@@ -352,6 +356,14 @@ def test_words_versions_and_refusals(monkeypatch):
         found[f"stack {text}"].append([versions.stack_has(name, "2.5") for name in ("torch", "transformers")])
     versions.named.clear()
     found["beyond"] = versions.beyond_tried()
+    for text, sizes in (("true", {"TP": 2}), ("true", {"TP": 1}), ("false", {"TP": 2}), ("1", {"CP": 4, "TP": 2})):
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", text)
+        for name in ("TP", "CP", "SP"):
+            monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", str(sizes.get(name, 1)))
+        own = [SimpleNamespace(**dict.fromkeys((f"{name}_size" for name in resolve.PARALLEL), None)) for _ in range(2)]
+        own[0].tp_size = 2
+        rows = [resolve.parallel_sizes(), *(answered(resolve._tp_size, config) for config in (None, *own))]
+        found[f"parallel {text} {sizes}"] = [*rows, resolve.sequence_parallel_size()]
     odd_text = "a\x1b[31mb\u202ec\x07"
     found["plain"] = [terminal.plain(odd_text), terminal.plain_values({odd_text: [odd_text, 1, {"b": odd_text}]})]
     stream = io.StringIO()
