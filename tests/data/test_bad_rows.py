@@ -126,10 +126,7 @@ def test_each_kind_of_damage_is_counted(jsonl, tokenizer, no_progress_bars):
         str(refused.value),
     )
     _, bad = sifted("alpaca", str(jsonl(rows)), tokenizer, skip=True)
-    assert bad.counts == {
-        "instruction must be a text, not 7": 1,
-        "output is empty: fill it, or remove the row": 3,
-    }
+    assert bad.counts == {"instruction must be a text, not 7": 1, "output is empty: fill it, or remove the row": 3}
 
 
 def test_reasons_are_counted_apart(jsonl, tokenizer, no_progress_bars):

@@ -378,7 +378,7 @@ def own_model(tmp_path):
     return [
         *flags(
             model_name_or_path=folder, dataset_name=tmp_path / "rows.jsonl", held_out=0, output_dir=tmp_path / "out"
-        ),
+        )
     ]
 
 

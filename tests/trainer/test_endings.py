@@ -140,12 +140,7 @@ def test_a_lost_connection_to_a_killed_worker_is_its_death(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("updating", "in_backward", "whole", "intact"),
-    [
-        (False, False, True, True),
-        (True, False, True, False),
-        (False, True, True, False),
-        (False, False, False, False),
-    ],
+    [(False, False, True, True), (True, False, True, False), (False, True, True, False), (False, False, False, False)],
 )
 def test_weights_between_two_updates_are_saved(updating, in_backward, whole, intact, monkeypatch):
     monkeypatch.setattr(ending, "changes_weights_in_backward", lambda trainer: in_backward)
