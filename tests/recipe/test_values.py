@@ -119,8 +119,8 @@ def test_rewards_of_completions():
         ("12 or 13", "12", 0),
     ):
         assert prompts.correct([text], [right]) == [reward], text
-        assert prompts.correct([[{"content": "7"}, {"content": text}]], [right]) == [reward], text
-    assert prompts.numeric(["12", " 1a2b ", "", "  ", "abc"]) == [1, 0.5, 0, 0, 0]
+        assert prompts.correct([[{"content": "7"}, {"content": "8"}, {"content": text}]], [right]) == [reward], text
+    assert prompts.numeric(["12", " 1a2b ", "", "  ", "abc", "7"]) == [1, 0.5, 0, 0, 0, 1]
     for row in prompts.sums(50):
         first, _, second, _ = row["prompt"].split()
         assert row["answer"] == str(int(first) + int(second)) and 0 <= int(first) < 10 > int(second) >= 0
@@ -130,8 +130,8 @@ def test_rewards_of_completions():
 # ---- arguments and defaults
 
 
-def test_groups_of_completions_divide_their_batch():
-    """(fields, what the user gave) -> the fields that are changed; four devices' worth is on one here."""
+def test_groups_of_completions_divide_their_batch(monkeypatch):
+    """(fields, what the user gave) -> the fields that are changed."""
     for fields, given, changed in (
         ({MICRO: 8, ACCUMULATION: 1}, (), {}),
         ({MICRO: 16, ACCUMULATION: 1}, (), {}),
@@ -153,6 +153,15 @@ def test_groups_of_completions_divide_their_batch():
         assert prompts.RolloutArguments.prepare(job, training, None, False) == changed | evaluated, fields
         job.given.add("per_device_eval_batch_size")
         assert prompts.RolloutArguments.prepare(job, training, None, False) == changed, fields
+    monkeypatch.setattr(prompts, "world_size", lambda: 2)  # of two processes, twice as many
+    job.given, more = set(), {MICRO: 6, ACCUMULATION: 1, "per_device_eval_batch_size": 2}
+    training = {"output_dir": "out", "eval_strategy": "steps", "num_generations": 8, **more}
+    assert prompts.RolloutArguments.prepare(job, training, None, False) == {
+        **{"num_generations": 6, "per_device_eval_batch_size": 6},
+    }
+    assert prompts.RolloutArguments.prepare(job, training | {"num_generations_eval": 4}, None, False) == {
+        **{"num_generations": 6},
+    }
 
 
 def test_tokens_of_a_sample(caplog):
