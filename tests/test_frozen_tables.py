@@ -859,7 +859,8 @@ def test_presets_by_any_name():
         return (
             f"{preset.name} on {preset.hardware.name}: {preset.method}, {preset.strategy} × {preset.processes}, "
             f"{preset.dtype}, {preset.precision}, {preset.seq_len} tokens, {preset.micro_batch_size} of "
-            f"{preset.effective_batch_size}, {fields.get('optim')}, {preset.engine.label}, {preset.environment}"
+            f"{preset.effective_batch_size}, {fields.get('optim')}, {preset.engine.label}, {preset.environment}: "
+            f"{preset.meant_for}"
         )
 
     found = {}
@@ -892,13 +893,8 @@ def test_presets_by_any_name():
             found[str(asked)] = answered(lambda: shown(preset_by_name(*asked)))  # noqa: B023
     for name, device in devices().items():
         plain = plain_settings(device, "lora", "ddp")
-        found[f"plain {name}"] = [
-            plain.strategy,
-            plain.processes,
-            plain.micro_batch_size,
-            plain.seq_len,
-            plain.precision,
-        ]
+        found[f"plain {name}"] = [plain.strategy, plain.processes, plain.micro_batch_size, plain.seq_len]
+        found[f"plain {name}"] += [plain.precision, plain.effective_batch_size, plain.dtype, plain.meant_for]
     checked("presets_by_name", found)
 
 

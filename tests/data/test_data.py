@@ -143,7 +143,14 @@ def test_how_many_rows_are_held_out():
 
 
 class Stream(list):
-    """What `datasets` does with a stream."""
+    """What `datasets` does with a stream, and how many rows are read of it."""
+
+    read = 0
+
+    def __iter__(self):
+        for row in super().__iter__():
+            self.read += 1
+            yield row
 
     def take(self, count):
         return Stream(self[:count])
@@ -158,6 +165,7 @@ class Stream(list):
 def test_how_many_rows_of_a_stream_are_held_out():
     for (held_out, adapts, rows), held in {
         **{(10, False, 100): 10, (10, False, 10): None, (10, False, 11): 10, (1, False, 1): None, (0, False, 5): 0},
+        **{(0, False, 1001): 0, (0.05, False, 201): 10, (1, False, 5): 1},
         **{(0.05, False, 500): 25, (0.05, False, 1000): 50, (0.05, False, 1001): 200, (0.05, False, 1): 0},
         **{(400, True, 1500): 75, (400, True, 1601): 400, (400, True, 1600): 400, (8, True, 1000): 8, (8, True, 9): 1},
     }.items():
@@ -165,7 +173,10 @@ def test_how_many_rows_of_a_stream_are_held_out():
             with pytest.raises(InputError, match="leaves none of the"):
                 _hold_out_streaming(Stream(range(rows)), None, held_out, adapts, 7, 1, "x")
             continue
-        train, test = _hold_out_streaming(Stream(range(rows)), None, held_out, adapts, 7, 1, "x")
+        whole = Stream(range(rows))
+        train, test = _hold_out_streaming(whole, None, held_out, adapts, 7, 1, "x")
+        most = held_out if not adapts and held_out in (0, 1, 10) else 1600 if held_out == 400 else 1000
+        assert whole.read == min(rows, most + 1)
         assert (train, test or []) == ([*range(held, rows)], [*range(held)]), (held_out, adapts, rows)
     assert _hold_out_streaming(Stream(range(5)), "test", 2, False, 7, 1, "x") == ([*range(5)], "test")
     with pytest.raises(InputError, match="'x' is empty: the split has no rows"):

@@ -53,7 +53,7 @@ def test_when_micro_batches_shrink_and_grow_with_memory(monkeypatch):
         (950, 930, 8, True, 1): (None, 400),
         (950, 929, 8, True, 1): ("micro_batch_lowered", 400),
         (950, 100, 4, True, 4): (None, 400),
-        (950, 100, 5, True, 4): ("micro_batch_lowered", 400),
+        (957, 100, 5, True, 4): ("micro_batch_lowered", 400),
         (499, 100, 8, True, 1): ("micro_batch_restored", None),
         (500, 100, 8, True, 1): (None, 400),
         (300, 0, 8, True, 1): ("micro_batch_restored", None),
