@@ -600,22 +600,6 @@ def test_batches_are_what_trying_all_numbers_finds():
     checked("batches", odd)
 
 
-def test_the_last_step_of_an_epoch_is_what_counting_finds():
-    from hf_memopt.recipe.summary import last_step
-
-    for rows, micro, accumulation, processes, drop in itertools.product(
-        range(1, 30), (1, 2, 5), (1, 3), (1, 2, 4), (False, True)
-    ):
-        together = micro * processes
-        sizes = [min(together, rows - start) for start in range(0, rows, together)]
-        if drop:
-            sizes = [size for size in sizes if size == together]
-        elif processes > 1:
-            sizes = [together] * len(sizes)  # accelerate repeats rows
-        steps = [sum(sizes[at : at + accumulation]) for at in range(0, len(sizes), accumulation)]
-        assert last_step(rows, micro, accumulation, processes, drop) == (len(steps), steps[-1] if steps else 0)
-
-
 def test_clips_in_the_order_of_preference():
     from hf_memopt.planner.samples.video_tiers import FixedLimits, guide_row, ranked_clips
 

@@ -15,7 +15,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_memopt import InputError, MemoryArguments, MemoryCallback, MemoryMonitor, MemoryTrainer
 from hf_memopt.monitor import snapshot_callback
 from hf_memopt.monitor.readers import Reading, peak_resident
-from hf_memopt.trainer.step.batch_limit import BatchLimit
 
 # ---- the callback
 
@@ -195,21 +194,6 @@ def test_dynamic_batches_keep_the_effective_batch(tmp_path, capsys):
     assert grown._runner.window.started[0].size == 8
     with pytest.raises(InputError, match="max_batch_size=3 does not divide the 8 samples"):
         trainer(3)
-
-
-def test_no_chunk_is_smaller_than_the_fewest_samples():
-    limit = BatchLimit(patience=1, min_samples=4)
-    assert limit.halve(16, 1600) == 8 and limit.halve(8, 800) == 4 and limit.halve(4, 400) == 4
-    assert limit.chunk_size(16, 1600) == 4 and limit.chunk_size(3, 10**6) == 3
-
-
-def test_chunks_grow_in_steps():
-    """Twice as many samples at most, each time after quiet steps: the guides' smooth_transitions."""
-    limit, sizes = BatchLimit(patience=3, first_samples=2), []
-    for step in range(12):
-        sizes.append(limit.chunk_size(16, 1600))
-        assert limit.count_quiet_step(plenty=True) == (step % 3 == 2 and sizes[-1] < 16)
-    assert sizes == [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3
 
 
 def test_figures_for_trackers():

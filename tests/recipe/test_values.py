@@ -11,7 +11,18 @@ from datasets import Dataset
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.presets import get_preset
-from hf_memopt.recipe import answers, callbacks, phase_peaks, preference, preflight, prompts, rows, summary, video
+from hf_memopt.recipe import (
+    answers,
+    callbacks,
+    phase_peaks,
+    preference,
+    preflight,
+    prompts,
+    rows,
+    summary,
+    video,
+    video_tier,
+)
 from hf_memopt.recipe.argument_check import _pairs
 from hf_memopt.recipe.auto import _pick_profile
 from hf_memopt.recipe.defaults import RecipeDefaults, check_recipe, with_defaults
@@ -248,6 +259,72 @@ def test_the_samples_of_a_step_before_clips_are_chosen():
         ({MICRO: 3, ACCUMULATION: 4, EFFECTIVE: 5}, 12),
     ):
         assert _effective(job, training) == samples, training
+
+
+def test_when_a_row_of_the_file_holds(monkeypatch):
+    """(what is another, what is given) -> frames, pixels and micro-batch; None where the job is estimated."""
+    usual = {"max_frames": 50, "max_pixels_per_frame": 60_000, MICRO: 2, "capacity_bytes": 10_000, "device_bytes": 900}
+    for (about, given), found in {
+        ((), ()): (50, 60_000, 2),
+        ((("capacity_bytes", 10_009),), ()): (50, 60_000, 2),
+        ((("capacity_bytes", 10_011),), ()): None,
+        ((("refused", "why"),), ()): None,
+        ((), (("max_frames", 50),)): (50, 60_000, 2),
+        ((), (("max_frames", 51),)): None,
+        ((), (("max_frames", 8), ("micro_batch", 1))): (8, 60_000, 1),
+        ((), (("max_pixels_per_frame", 60_001),)): None,
+        ((), (("micro_batch", 3),)): None,
+        ((("longest", 49 * 60_000),), ()): None,
+        ((("longest", 50 * 60_000),), ()): (50, 60_000, 2),
+        ((("max_frames", 0),), (("micro_batch", 1),)): None,
+        ((("preset", "auto"),), ()): None,
+        ((("bundled", None),), ()): None,
+        ((("as_shipped", False),), ()): None,
+        ((("row", "none"),), ()): None,
+    }.items():
+        own = {"preset": "rtx_3070", "bundled": "a model", "as_shipped": True, "longest": math.inf, "row": "one"}
+        row = usual | dict(about)
+        own |= {name: row.pop(name) for name in [*own] if name in row}
+        hardware = SimpleNamespace(memory=10_000)
+        preset = SimpleNamespace(hardware=hardware, name="rtx_3070", method="qlora")
+        job = SimpleNamespace(recipe=SimpleNamespace(preset=own["preset"]), preset=preset)
+        monkeypatch.setattr(
+            video_tier, "tiers_of", lambda preset, row=row, own=own: {"a model": row} if own["row"] == "one" else {}
+        )
+        monkeypatch.setattr(video_tier, "_as_shipped", lambda job, parsed, own=own: own["as_shipped"])
+        monkeypatch.setattr(video_tier, "_longest", lambda job, own=own: own["longest"])
+        tier = SimpleNamespace(
+            job=job, parsed=None, bundled=own["bundled"], fixed=video_tier.FixedLimits(**dict(given))
+        )
+        tier._tokens = lambda frames, pixels: frames * pixels
+        chosen = video_tier._TierOfJob.of_the_file(tier)
+        assert (chosen and (chosen.frames, chosen.pixels, chosen.micro_batch)) == found, (about, given)
+    for limits, longest in (((None, None), math.inf), ((5, None), 5), ((None, 7), 7), ((5, 7), 5)):
+        monkeypatch.undo()
+        recipe = SimpleNamespace(max_length=limits[0], max_video_tokens=limits[1])
+        assert video_tier._longest(SimpleNamespace(recipe=recipe)) == longest
+
+
+def test_what_leaves_the_rows_of_the_file_as_they_are():
+    for own, lora, training, given, holds in (
+        ({}, {}, {}, (), True),
+        ({"freeze_vision": False}, {}, {}, (), False),
+        ({"freeze_projector": True}, {}, {}, (), False),
+        ({"dtype": "float32"}, {}, {}, (), False),
+        ({"attn_implementation": "sdpa"}, {}, {}, (), False),
+        ({}, {"r": 4}, {}, (), False),
+        ({}, {}, {"activation_checkpointing": False}, (), False),
+        ({}, {}, {"learning_rate": 1, "save_steps": 5, "adam_beta1": 1}, ("learning_rate", "save_steps"), True),
+        ({}, {}, {"optim": "sgd"}, ("optim",), False),
+        ({}, {}, {"optim": "sgd"}, (), True),
+        ({}, {}, {"activation_checkpointing_kwargs": {}}, ("activation_checkpointing_kwargs",), False),
+    ):
+        job = SimpleNamespace(recipe=video.VideoArguments(**own))
+        memory = SimpleNamespace(levers=dict)
+        asked = Parsed(job.recipe, memory, {"activation_checkpointing": True, **training}, lora, {}, frozenset(given))
+        assert video_tier._as_shipped(job, asked) is holds, (own, lora, training, given)
+    memory.levers = lambda: {"adam_mini": True}
+    assert not video_tier._as_shipped(SimpleNamespace(recipe=video.VideoArguments()), asked)
 
 
 def test_the_profile_and_the_next_safer_one():

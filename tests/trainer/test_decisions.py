@@ -1049,15 +1049,15 @@ def test_metrics_of_processes_are_brought_together(monkeypatch):
                 assert accelerator.gather("own") == accelerator.gather_for_metrics("own", x=1) == "own"
         assert (accelerator.gather, accelerator.gather_for_metrics) == ("gather", "metrics")
         trainer._metrics["train"]["loss"] += [2.0, 4.0]
-        trainer._metrics["train"]["new"] = [5.0]
+        trainer._metrics["train"]["new"] = [5.0, 7.0]
         trainer._total_train_tokens += 7
         monkeypatch.setattr(accelerate.utils, "gather_object", lambda own: [*own, ({"loss": 5.0}, 3)])
         metrics.bring_together()
         if active:
-            assert trainer._metrics["train"] == {"loss": [1.0, 4.0], "new": [5.0], "num_tokens": [110]}
+            assert trainer._metrics["train"] == {"loss": [1.0, 4.0], "new": [6.0], "num_tokens": [110]}
             assert trainer._total_train_tokens == 110
         else:
-            assert trainer._metrics["train"] == {"loss": [1.0, 2.0, 4.0], "new": [5.0]}
+            assert trainer._metrics["train"] == {"loss": [1.0, 2.0, 4.0], "new": [5.0, 7.0]}
     trainer.kind, accelerator.sync_gradients = kinds["SFTTrainer"], False
     waiting = process_metrics.ProcessMetrics(trainer)
     waiting.begin_step()

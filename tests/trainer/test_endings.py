@@ -1,5 +1,6 @@
 """Runs that memory ends: reports, exit codes, and the checkpoint of the last good step."""
 
+import itertools
 import json
 import os
 from functools import wraps
@@ -137,27 +138,20 @@ def test_a_lost_connection_to_a_killed_worker_is_its_death(monkeypatch):
     assert worker_death(unrelated) is unrelated and len(asked) == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("updating", "in_backward", "whole", "intact"),
-    [(False, False, True, True), (True, False, True, False), (False, True, True, False), (False, False, False, False)],
-)
-def test_weights_between_two_updates_are_saved(updating, in_backward, whole, intact, monkeypatch):
-    monkeypatch.setattr(ending, "changes_weights_in_backward", lambda trainer: in_backward)
-    monkeypatch.setattr(ending, "holds_whole_model", lambda trainer: whole)
-    ended = []
-    own = SimpleNamespace(
-        _trainer=None,
-        updates=SimpleNamespace(running=updating),
-        end_run=lambda stage, diagnosis, why, intact: ended.append((stage, why, intact)),
-    )
+def test_weights_between_two_updates_are_saved(monkeypatch):
     worker, call = (SimpleNamespace(message=text) for text in ("DataLoader worker (pid 7) is killed", "out of memory"))
-    ending.Ending.end_run_outside_step(own, worker)
-    ending.Ending.end_run_outside_step(own, call)
-    ending.Ending.end_run_outside_step(own, call, "data")
-    between = ("callbacks", "no smaller micro-batch helps code between the steps", intact)
-    loading = ("data", "no smaller micro-batch helps data loading", intact)
-    assert ended == [loading, between, loading]
+    for updating, in_backward, whole in itertools.product((False, True), repeat=3):
+        monkeypatch.setattr(ending, "changes_weights_in_backward", lambda trainer, changes=in_backward: changes)
+        monkeypatch.setattr(ending, "holds_whole_model", lambda trainer, whole=whole: whole)
+        ended, own = [], SimpleNamespace(_trainer=None, updates=SimpleNamespace(running=updating))
+        own.end_run = lambda stage, diagnosis, why, intact, ended=ended: ended.append((stage, why, intact))
+        ending.Ending.end_run_outside_step(own, worker)
+        ending.Ending.end_run_outside_step(own, call)
+        ending.Ending.end_run_outside_step(own, call, "data")
+        intact = whole and not updating and not in_backward
+        between = ("callbacks", "no smaller micro-batch helps code between the steps", intact)
+        loading = ("data", "no smaller micro-batch helps data loading", intact)
+        assert ended == [loading, between, loading]
 
 
 @pytest.mark.parametrize(
