@@ -159,23 +159,7 @@ def test_what_the_user_set_is_refused(name, count, more, message, recipe, data, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("count", "drop_last", "given", "times"),
-    [
-        (9, False, (), 1),
-        (8, False, (), 2),
-        (4, False, (), 3),
-        (12, True, (), 1),
-        (11, True, (), 2),
-        (0, False, (), None),
-        (8, False, ("effective_batch_size",), None),
-        (8, False, ("learning_rate",), 2),
-        (9, False, ("effective_batch_size",), 1),
-    ],
-)
-def test_a_stream_lasts_for_a_step(count, drop_last, given, times):
-    """Of three batches of two samples on each of two processes; the last one may be short."""
-
+def _a_stream_lasts_for_a_step(count, drop_last, given, times):
     class Stream(list):
         def repeat(self, times):
             return self * times
@@ -188,6 +172,23 @@ def test_a_stream_lasts_for_a_step(count, drop_last, given, times):
             fill_stream(samples, job, "rows")
     else:
         assert fill_stream(samples, job, "rows") == [*range(count)] * times
+
+
+def test_a_stream_lasts_for_a_step(subtests):
+    """Of three batches of two samples on each of two processes; the last one may be short."""
+    for count, drop_last, given, times in [
+        (9, False, (), 1),
+        (8, False, (), 2),
+        (4, False, (), 3),
+        (12, True, (), 1),
+        (11, True, (), 2),
+        (0, False, (), None),
+        (8, False, ("effective_batch_size",), None),
+        (8, False, ("learning_rate",), 2),
+        (9, False, ("effective_batch_size",), 1),
+    ]:
+        with subtests.test(count=str(count), drop_last=str(drop_last)):
+            _a_stream_lasts_for_a_step(count, drop_last, given, times)
 
 
 def test_defaults_of_generation_follow_the_batch(loaded, caplog):
