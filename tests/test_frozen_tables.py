@@ -493,22 +493,6 @@ def test_batches_are_what_trying_all_numbers_finds():
     checked("batches", odd)
 
 
-def test_the_last_step_of_an_epoch_is_what_counting_finds():
-    from hf_memopt.recipe.summary import last_step
-
-    for rows, micro, accumulation, processes, drop in itertools.product(
-        range(1, 30), (1, 2, 5), (1, 3), (1, 2, 4), (False, True)
-    ):
-        together = micro * processes
-        sizes = [min(together, rows - start) for start in range(0, rows, together)]
-        if drop:
-            sizes = [size for size in sizes if size == together]
-        elif processes > 1:
-            sizes = [together] * len(sizes)  # accelerate repeats rows
-        steps = [sum(sizes[at : at + accumulation]) for at in range(0, len(sizes), accumulation)]
-        assert last_step(rows, micro, accumulation, processes, drop) == (len(steps), steps[-1] if steps else 0)
-
-
 def test_clips_in_the_order_of_preference():
     from hf_memopt.planner.samples.video_tiers import FixedLimits, guide_row, ranked_clips
 
@@ -728,7 +712,8 @@ def test_presets_by_any_name():
         return (
             f"{preset.name} on {preset.hardware.name}: {preset.method}, {preset.strategy} × {preset.processes}, "
             f"{preset.dtype}, {preset.precision}, {preset.seq_len} tokens, {preset.micro_batch_size} of "
-            f"{preset.effective_batch_size}, {fields.get('optim')}, {preset.engine.label}, {preset.environment}"
+            f"{preset.effective_batch_size}, {fields.get('optim')}, {preset.engine.label}, {preset.environment}: "
+            f"{preset.meant_for}"
         )
 
     found = {}
@@ -746,9 +731,8 @@ def test_presets_by_any_name():
             found[str(asked)] = answered(lambda: shown(preset_by_name(*asked)))  # noqa: B023
     for name, device in devices().items():
         plain = plain_settings(device, "lora", "ddp")
-        found[f"plain {name}"] = [
-            *(plain.strategy, plain.processes, plain.micro_batch_size, plain.seq_len, plain.precision),
-        ]
+        found[f"plain {name}"] = [plain.strategy, plain.processes, plain.micro_batch_size, plain.seq_len]
+        found[f"plain {name}"] += [plain.precision, plain.effective_batch_size, plain.dtype, plain.meant_for]
     checked("presets_by_name", found)
 
 
