@@ -177,7 +177,7 @@ def check_value(name: str, hint: Any, value: Any, where: str = "") -> None:
         raise choose(name, value, values)
     if not _accepts(hint, value):
         quotes = "; YAML reads an unquoted no, off or yes as one" if isinstance(value, bool) else ""
-        raise InputError(f"{setting} must be {_described(hint)}{_named(value)}{quotes}")
+        raise InputError(f"{setting} must be {_described(hint)}{_named(value, hint)}{quotes}")
     if isinstance(value, bool) or not isinstance(value, Real):
         return
     if (isinstance(value, Integral) and abs(value) > _LARGEST) or not math.isfinite(value):
@@ -192,10 +192,11 @@ def _enumerated(hint: Any) -> list[str]:
     return [str(one.value) for kind in kinds if kind.__module__.startswith("transformers.") for one in kind]
 
 
-def _named(value: Any) -> str:
-    """The name that YAML or Python has for the type of a value that is no plain text or number."""
+def _named(value: Any, hint: Any) -> str:
+    """The name that YAML or Python has for the type of a value that is no plain text or number; nothing where the
+    field takes some of that type."""
     names = {bool: "true or false", list: "a list", dict: "a mapping", type(None): "nothing"}
-    return f", not {names[type(value)]}" if type(value) in names else ""
+    return f", not {names[type(value)]}" if names.get(type(value), "") not in _described(hint) else ""
 
 
 def _converted(name: str, hint: Any, value: Any) -> Any:
@@ -296,5 +297,5 @@ def _described(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(str(part.value) for part in hint)}"
     if origin in (list, tuple):
-        return f"a list of {_described(inner[0])}s" if inner else "a list"
+        return f"a list of {_described(inner[0]).removeprefix('a ')}s" if inner else "a list"
     return _WORDS.get(origin or hint) or f"a {getattr(hint, '__name__', hint)}"

@@ -140,8 +140,8 @@ def nothing_frozen():
 # Cases of one test in a run (of a quick one all, unless it says drawn), and how many runs it takes for each test to
 # have its turn: make test has 3 minutes, make test-long 15.
 _KEPT = {"engines": 2, "pages": 2, "slow": 1}
-_TURNS = {None: 1, "engines": 3, "pages": 3, "slow": 6}
-_SLICES = 60  # of the sweeps, one of which each CI run takes
+_TURNS = {None: 1, "engines": 3, "pages": 3, "slow": 4}
+_SLICES = 50  # of the sweeps, one of which each CI run takes
 
 
 @cache

@@ -59,19 +59,9 @@ def _ends_badly(entry, folder, here) -> str | None:
 @pytest.mark.parametrize(
     ("maker", "every"),
     [
-        ("settings", 4),
-        ("command_line", 1),
-        ("nested", 1),
-        ("configuration_files", 1),
-        ("engine_files", 1),
-        ("models", 1),
-        ("commands", 1),
-        ("model_files", 1),
-        ("rows", 7),
-        ("row_files", 2),
-        sweep("settings", 1),
-        sweep("rows", 1),
-        sweep("row_files", 1),
+        *(("settings", 4), ("command_line", 1), ("nested", 1), ("configuration_files", 1), ("engine_files", 1)),
+        *(("models", 1), ("commands", 1), ("model_files", 1), ("rows", 7), ("row_files", 2), sweep("settings", 1)),
+        *(sweep("rows", 1), sweep("row_files", 1)),
     ],
 )
 def test_bad_inputs_end_as_one_line(
@@ -125,14 +115,8 @@ OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.O
 @pytest.mark.parametrize(
     "words",
     [
-        ("doctor",),
-        ("estimate",),
-        ("plan",),
-        ("dry-run",),
-        ("report",),
-        ("migrate",),
-        ("plan", "qwen3-0.6b", "--hardware", "rtx_3060", "--dataset"),
-        ("estimate", "qwen3-0.6b", "--strategy"),
+        *(("doctor",), ("estimate",), ("plan",), ("dry-run",), ("report",), ("migrate",)),
+        *(("plan", "qwen3-0.6b", "--hardware", "rtx_3060", "--dataset"), ("estimate", "qwen3-0.6b", "--strategy")),
         ("estimate", "qwen3-0.6b", "--hardware"),
     ],
 )

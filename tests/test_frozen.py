@@ -112,12 +112,7 @@ def test_every_preset():
 
     def told(preset) -> dict:
         kept = (
-            "micro_batch_size",
-            "gradient_accumulation_steps",
-            "seq_len",
-            "processes",
-            "strategy",
-            "dtype",
+            *("micro_batch_size", "gradient_accumulation_steps", "seq_len", "processes", "strategy", "dtype"),
             "precision",
         )
         return {**{name: getattr(preset, name) for name in kept}, "training": dict(preset.training)}

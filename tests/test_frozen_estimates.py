@@ -98,13 +98,8 @@ def test_without_gradients_kept():
 @pytest.mark.parametrize(
     "asked",
     [
-        {"activation_offload": True},
-        {"activation_compression": "int8"},
-        {"loss_chunk_size": 16},
-        {"mlp_tile_size": 16},
-        {"adam_mini": True},
-        {"optimizer_cpu_offload": True},
-        {"sliding_window": 16},
+        *({"activation_offload": True}, {"activation_compression": "int8"}, {"loss_chunk_size": 16}),
+        *({"mlp_tile_size": 16}, {"adam_mini": True}, {"optimizer_cpu_offload": True}, {"sliding_window": 16}),
     ],
     ids=lambda asked: next(iter(asked)),
 )
@@ -210,18 +205,11 @@ TRACED = {
 def test_what_follows_of_a_jobs_fields():
     found = {}
     for fields in (
-        {},
-        {"bf16": True},
-        {"fp16": True},
-        {"bf16": True, "fp16": True},
-        {"activation_checkpointing": True},
+        *({}, {"bf16": True}, {"fp16": True}, {"bf16": True, "fp16": True}, {"activation_checkpointing": True}),
         {"bf16": True, "activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
-        {"bf16": True, "optim": "sgd", "gradient_accumulation_steps": 1},
-        {"eval_strategy": "steps"},
-        {"bf16": True, "torch_compile": True},
-        {"bf16": True, "auto_find_batch_size": True},
-        {"bf16": True, "use_liger_kernel": True},
-        {"eval_strategy": "no", "do_eval": True},
+        *({"bf16": True, "optim": "sgd", "gradient_accumulation_steps": 1}, {"eval_strategy": "steps"}),
+        *({"bf16": True, "torch_compile": True}, {"bf16": True, "auto_find_batch_size": True}),
+        *({"bf16": True, "use_liger_kernel": True}, {"eval_strategy": "no", "do_eval": True}),
         {"per_device_train_batch_size": 5},
     ):
         found[str(fields)] = described("llama", fields)
@@ -259,15 +247,9 @@ def test_what_follows_of_a_jobs_settings():
         *(
             {"asked": asked}
             for asked in (
-                {"checkpoint_ratio": 0.5},
-                {"activation_offload": True},
-                {"max_tokens_per_batch": 100},
-                {"loss_chunk_size": 16},
-                {"adam_mini": True},
-                {"activation_compression": "int8"},
-                {"sliding_window": 16},
-                {"optimizer_cpu_offload": True},
-                {"mlp_tile_size": 16},
+                *({"checkpoint_ratio": 0.5}, {"activation_offload": True}, {"max_tokens_per_batch": 100}),
+                *({"loss_chunk_size": 16}, {"adam_mini": True}, {"activation_compression": "int8"}),
+                *({"sliding_window": 16}, {"optimizer_cpu_offload": True}, {"mlp_tile_size": 16}),
                 {"weight_streaming": True},
             )
         ),
@@ -275,14 +257,8 @@ def test_what_follows_of_a_jobs_settings():
         memory_args = {"memory_args": MemoryArguments(**settings["asked"])} if "asked" in settings else settings
         found[str(settings)] = described("llama", half, **memory_args)
     for model, shape in (
-        ("bert", {}),
-        ("t5", {}),
-        ("gpt2", {}),
-        ("mixtral", {}),
-        ("qwen2", {}),
-        ("llama", {"num_hidden_layers": 2}),
-        ("llama", {"num_hidden_layers": 5}),
-        ("llama", {"num_key_value_heads": 4}),
+        *(("bert", {}), ("t5", {}), ("gpt2", {}), ("mixtral", {}), ("qwen2", {}), ("llama", {"num_hidden_layers": 2})),
+        *(("llama", {"num_hidden_layers": 5}), ("llama", {"num_key_value_heads": 4})),
         ("llama", {"rope_parameters": None}),
     ):
         found[f"{model} {shape}"] = described(model, half, shape=shape)
@@ -496,13 +472,9 @@ def test_assembled_for_other_devices_and_settings(traced):
         job = of_job(hardware, fields={"bf16": hardware != "t4", "fp16": hardware == "t4"})
         found[hardware] = [answered(assemble(job, *traced)), speed(throughput(job, job, *traced))]
     for more in (
-        {"gradient_accumulation_steps": 1},
-        {"gradient_accumulation_steps": 7},
-        {"dataloader_num_workers": 3},
-        {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 5},
-        {"dataloader_pin_memory": False},
-        {"torch_compile": True},
-        {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
+        *({"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": 7}, {"dataloader_num_workers": 3}),
+        *({"dataloader_num_workers": 3, "dataloader_prefetch_factor": 5}, {"dataloader_pin_memory": False}),
+        *({"torch_compile": True}, {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}),
     ):
         job = of_job(fields=more)
         found[str(more)] = [answered(assemble(job, *traced)), speed(throughput(job, job, *traced))]

@@ -181,17 +181,7 @@ def test_words_for_cards():
     cards = ("4090", "RTX 4090", "A100", "a100 80", "H100 PCIe", "T4", "V100s", "MI300x", "3080 Ti", "RTX 4060Ti 16GB")
     cards += ("M2", "macbook air m2", "colab", "Tesla T4 (Colab)")
     forms = (
-        "{}",
-        "2x {}",
-        "{}x8",
-        "{} (4 GPUs)",
-        "8 {}",
-        "{}:2",
-        "0x{}",
-        "2000x {}",
-        "{} 16",
-        "two {}",
-        "my {} laptop",
+        *("{}", "2x {}", "{}x8", "{} (4 GPUs)", "8 {}", "{}:2", "0x{}", "2000x {}", "{} 16", "two {}", "my {} laptop"),
     )
     forms += ("{} 24gb", "{}, {}", "{} and T4", "2 nodes of 8x{}", "x2 {}", "{} or 3090", "24564MiB {}")
     series = ("rtx", "rtx 30", "16GB", "4", "6000", "nothing", "24gb", "2x 16GB", "apple", "8x rtx")
@@ -228,17 +218,9 @@ def test_frames_of_a_clip():
     from hf_memopt.video.frame_limits import FrameLimits, Sampling
 
     samplings = (
-        {},
-        {"fps": 1},
-        {"fps": 30.0},
-        {"nframes": 3},
-        {"nframes": 9, "max_frames": 6},
-        {"min_frames": 7, "fps": 0.1},
-        {"max_frames": 5},
-        {"min_pixels": 90_000},
-        {"max_pixels": 20_000},
-        {"total_pixels": 500_000},
-        {"total_pixels": 100, "min_pixels": 3_000},
+        *({}, {"fps": 1}, {"fps": 30.0}, {"nframes": 3}, {"nframes": 9, "max_frames": 6}),
+        *({"min_frames": 7, "fps": 0.1}, {"max_frames": 5}, {"min_pixels": 90_000}, {"max_pixels": 20_000}),
+        *({"total_pixels": 500_000}, {"total_pixels": 100, "min_pixels": 3_000}),
         {"total_pixels": 10**6, "max_pixels": 50_000, "min_pixels": 60_000},
     )
     limits = ({}, {"max_frames": None, "fps": 2}, {"max_frames": 7, "multiple_of": 2}, {"fps": 0.5, "multiple_of": 4})
@@ -295,59 +277,14 @@ def test_values_of_fields():
     from hf_memopt.field_values import fit, hints_of
 
     names = (
-        "bf16",
-        "learning_rate",
-        "max_steps",
-        "seed",
-        "save_steps",
-        "optim",
-        "eval_strategy",
-        "report_to",
-        "fsdp",
-        "per_device_train_batch_size",
-        "adam_beta1",
-        "run_name",
-        "max_grad_norm",
-        "lr_scheduler_kwargs",
-        "log_level",
-        "num_train_epochs",
-        "dataloader_num_workers",
-        "eval_delay",
-        "torch_empty_cache_steps",
+        *("bf16", "learning_rate", "max_steps", "seed", "save_steps", "optim", "eval_strategy", "report_to", "fsdp"),
+        *("per_device_train_batch_size", "adam_beta1", "run_name", "max_grad_norm", "lr_scheduler_kwargs"),
+        *("log_level", "num_train_epochs", "dataloader_num_workers", "eval_delay", "torch_empty_cache_steps"),
         "label_names",
     )
     values = (
-        True,
-        False,
-        None,
-        0,
-        1,
-        2,
-        -1,
-        -2,
-        1.0,
-        0.5,
-        1.5,
-        2**31,
-        2**63,
-        float("nan"),
-        "1",
-        "0",
-        "yes",
-        "no",
-        "2k",
-        "1e-4",
-        "AdamW_Torch",
-        "steps",
-        "",
-        "abc",
-        [],
-        ["a"],
-        ["a", 1],
-        {"a": 1},
-        "1_000",
-        "3 GB",
-        1025,
+        *(True, False, None, 0, 1, 2, -1, -2, 1.0, 0.5, 1.5, 2**31, 2**63, float("nan"), "1", "0", "yes", "no", "2k"),
+        *("1e-4", "AdamW_Torch", "steps", "", "abc", [], ["a"], ["a", 1], {"a": 1}, "1_000", "3 GB", 1025),
     )
     hints = hints_of(TrainingArguments)
     checked(
@@ -374,36 +311,14 @@ def test_numbers_and_sizes():
     for value in (None, 0, 1, 1023, 1024, 1075, 2**20 - 1, 2**20, 2**30 - 1, 2**30, 5 * 2**40, -(2**21), 53.7 * 2**20):
         found[f"size {value}"] = [size(value), size(value, 2**30), size(value, 2**20)]
     for value in (
-        1e-4,
-        0.5,
-        0.9994,
-        1,
-        40,
-        89.9,
-        90,
-        91.4,
-        700,
-        5399,
-        5400,
-        19_000,
-        48 * 3600 - 1,
-        48 * 3600,
-        1e7,
-        123456789,
+        *(1e-4, 0.5, 0.9994, 1, 40, 89.9, 90, 91.4, 700, 5399, 5400, 19_000, 48 * 3600 - 1, 48 * 3600, 1e7, 123456789),
     ):
         found[f"time {value}"] = [time_text(value), two_digits(value)]
     found["duration"] = [duration(10**9, 5e3, 2.5, 8), duration(7, 2.0), run_duration(100, 3.6, 2.0, 4)]
     found["unknown"] = [run_duration(None, 1.0), run_duration(1, None)]
     for asked in (
-        {},
-        {"tokens": 5},
-        {"samples": 3},
-        {"samples": 3, "epochs": 1.5},
-        {"epochs": 2},
-        {"tokens": 1, "epochs": 1},
-        {"price": 2},
-        {"tokens": 1, "samples": 1},
-        {"samples": 2, "price": 1},
+        *({}, {"tokens": 5}, {"samples": 3}, {"samples": 3, "epochs": 1.5}, {"epochs": 2}, {"tokens": 1, "epochs": 1}),
+        *({"price": 2}, {"tokens": 1, "samples": 1}, {"samples": 2, "price": 1}),
     ):
         amount = answered(Amount, **asked)
         counts = amount if isinstance(amount, str) else (amount.count_samples(), amount.count_tokens(10))
@@ -483,15 +398,7 @@ def test_rows_of_every_form():
         ]
         found[str(row)] = [form, *of_form, answered(read_tools, row, "row 3"), *(unused if len(names) > 2 else ())]
     for content in (
-        None,
-        "",
-        " ",
-        "a",
-        ["a", {"type": "text", "text": "b"}],
-        [],
-        [{"type": "image"}],
-        {"text": ""},
-        3,
+        *(None, "", " ", "a", ["a", {"type": "text", "text": "b"}], [], [{"type": "image"}], {"text": ""}, 3),
     ):
         found[str(content)] = [is_blank(content), answered(joined_text, content, "row 1")]
     checked("rows", found)
@@ -521,18 +428,10 @@ def test_texts_without_secrets():
     names = ("hub_token", "hubToken", "pad_token", "token_ids", "api_key", "keys", "API-KEY", "wandb_key_id", "monkey")
     names += ("passwd", "max_tokens", "aws_secret_access_key", "x_key", "key_x", "credentials", "push_to_hub_token")
     texts = (
-        "hf_" + "a" * 16,
-        "hf_" + "a" * 15,
-        "token=abc",
-        "my token is x",
-        "--hub_token abc --n 3",
-        "api_key: 'x y'",
+        *("hf_" + "a" * 16, "hf_" + "a" * 15, "token=abc", "my token is x", "--hub_token abc --n 3", "api_key: 'x y'"),
     )
     texts += (
-        "https://u:p@h/x",
-        "Authorization: Bearer abc",
-        '"password": "a", "n": 2',
-        "sk-" + "b" * 16,
+        *("https://u:p@h/x", "Authorization: Bearer abc", '"password": "a", "n": 2', "sk-" + "b" * 16),
         "ghp_" + "c" * 20,
     )
     found = {
@@ -588,32 +487,10 @@ def test_batches_are_what_trying_all_numbers_finds():
                     assert answer == (pair if "micro" in fixed else pair[::-1])
     odd = {}
     for numbers in (
-        (0, 4, 1),
-        (10, 4, 4),
-        (1, 4, 4),
-        (12, 4, 1, 5),
-        (12, 4, 1, None, 5),
-        (12, 4, 1, 0),
-        (12, 4, 5, 7, 9),
+        *((0, 4, 1), (10, 4, 4), (1, 4, 4), (12, 4, 1, 5), (12, 4, 1, None, 5), (12, 4, 1, 0), (12, 4, 5, 7, 9)),
     ):
         odd[numbers] = answered(batch_settings, *numbers)
     checked("batches", odd)
-
-
-def test_the_last_step_of_an_epoch_is_what_counting_finds():
-    from hf_memopt.recipe.summary import last_step
-
-    for rows, micro, accumulation, processes, drop in itertools.product(
-        range(1, 30), (1, 2, 5), (1, 3), (1, 2, 4), (False, True)
-    ):
-        together = micro * processes
-        sizes = [min(together, rows - start) for start in range(0, rows, together)]
-        if drop:
-            sizes = [size for size in sizes if size == together]
-        elif processes > 1:
-            sizes = [together] * len(sizes)  # accelerate repeats rows
-        steps = [sum(sizes[at : at + accumulation]) for at in range(0, len(sizes), accumulation)]
-        assert last_step(rows, micro, accumulation, processes, drop) == (len(steps), steps[-1] if steps else 0)
 
 
 def test_clips_in_the_order_of_preference():
@@ -630,27 +507,13 @@ def test_clips_in_the_order_of_preference():
 
 PRESETS = ("t4", "rtx_4090", "l40s_x4", "h100_80gb_x8", "h100_80gb_x16_nodes", "apple_m2_16gb", "cpu_x2", "mi300x")
 OVERRIDES = (
-    {},
-    {"fp16": True},
-    {"bf16": True},
-    {"activation_checkpointing": False},
-    {"dataloader_num_workers": 0},
-    {"use_cpu": True},
-    {"optim": "adamw_torchs"},
-    {"optim": "sgd"},
-    {"torch_compile": False, "torch_compile_mode": "x"},
-    {"torch_compile": False},
-    {"torch_compile": True, "torch_compile_backend": "y"},
-    {"lr_scheduler_kwargs": "a"},
-    {"lr_scheduler_kwargs": '{"a": 1}'},
-    {"activation_checkpointing_kwargs": "x"},
-    {"optim_args": "a=1, b=2"},
-    {"optim_args": "a"},
-    {"optim_args": "a=b=c"},
-    {"output_dir": ""},
-    {"effective_batch_size": 12},
-    {"effective_batch_size": 16, "per_device_train_batch_size": 2},
-    {"per_device_train_batch_size": 3},
+    *({}, {"fp16": True}, {"bf16": True}, {"activation_checkpointing": False}, {"dataloader_num_workers": 0}),
+    *({"use_cpu": True}, {"optim": "adamw_torchs"}, {"optim": "sgd"}),
+    *({"torch_compile": False, "torch_compile_mode": "x"}, {"torch_compile": False}),
+    *({"torch_compile": True, "torch_compile_backend": "y"}, {"lr_scheduler_kwargs": "a"}),
+    *({"lr_scheduler_kwargs": '{"a": 1}'}, {"activation_checkpointing_kwargs": "x"}, {"optim_args": "a=1, b=2"}),
+    *({"optim_args": "a"}, {"optim_args": "a=b=c"}, {"output_dir": ""}, {"effective_batch_size": 12}),
+    *({"effective_batch_size": 16, "per_device_train_batch_size": 2}, {"per_device_train_batch_size": 3}),
     {"effective_batch_size": 7, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
     {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"a": 1}},
 )
@@ -822,20 +685,10 @@ def test_smaller_models_and_other_sizes():
         "gpt2": AutoConfig.for_model("gpt2", n_layer=5, n_embd=48, n_head=6, vocab_size=100),
     }
     changes = (
-        {"num_hidden_layers": 5},
-        {"num_hidden_layers": 25},
-        {"hidden_size": 48},
-        {"hidden_size": 50},
-        {"hidden_size": 48, "num_attention_heads": 6},
-        {"num_attention_heads": 24},
-        {"num_key_value_heads": 2},
-        {"head_dim": 16, "hidden_size": 48},
-        {"vocab_size": 7.5},
-        {"vocab_size": True},
-        {"tie_word_embeddings": 1},
-        {"rms_norm_eps": 1},
-        {"model_type": "bert"},
-        {"num_layers": 3},
+        *({"num_hidden_layers": 5}, {"num_hidden_layers": 25}, {"hidden_size": 48}, {"hidden_size": 50}),
+        *({"hidden_size": 48, "num_attention_heads": 6}, {"num_attention_heads": 24}, {"num_key_value_heads": 2}),
+        *({"head_dim": 16, "hidden_size": 48}, {"vocab_size": 7.5}, {"vocab_size": True}, {"tie_word_embeddings": 1}),
+        *({"rms_norm_eps": 1}, {"model_type": "bert"}, {"num_layers": 3}),
     )
     found = {}
     for name, config in configs.items():
@@ -859,46 +712,27 @@ def test_presets_by_any_name():
         return (
             f"{preset.name} on {preset.hardware.name}: {preset.method}, {preset.strategy} × {preset.processes}, "
             f"{preset.dtype}, {preset.precision}, {preset.seq_len} tokens, {preset.micro_batch_size} of "
-            f"{preset.effective_batch_size}, {fields.get('optim')}, {preset.engine.label}, {preset.environment}"
+            f"{preset.effective_batch_size}, {fields.get('optim')}, {preset.engine.label}, {preset.environment}: "
+            f"{preset.meant_for}"
         )
 
     found = {}
     for name in (
-        "rtx_4090",
-        "RTX 4090",
-        "8x A100 80GB",
-        "h100_80gb_x8",
-        "rtx_2060",
-        "gtx_1650",
-        "mi300x",
-        "m2",
-        "nothing",
+        *("rtx_4090", "RTX 4090", "8x A100 80GB", "h100_80gb_x8", "rtx_2060", "gtx_1650", "mi300x", "m2", "nothing"),
     ):
         for method in (*METHODS, "LoRA"):
             found[f"{name} {method}"] = answered(lambda: shown(preset_by_name(name, method)))  # noqa: B023
         for strategy, precision, processes in (
-            ("none", None, None),
-            ("ddp", None, None),
-            ("zero3", None, 4),
-            ("fsdp2", "fp8", None),
-            ("tp2", None, 2),
-            ("hsdp2", None, 4),
-            ("zero9", None, None),
-            (None, "fp8", None),
-            (None, "int8", None),
+            *(("none", None, None), ("ddp", None, None), ("zero3", None, 4), ("fsdp2", "fp8", None), ("tp2", None, 2)),
+            *(("hsdp2", None, 4), ("zero9", None, None), (None, "fp8", None), (None, "int8", None)),
             ("zero2_offload_cpu", None, None),
         ):
             asked = (name, "full", strategy, precision, processes)
             found[str(asked)] = answered(lambda: shown(preset_by_name(*asked)))  # noqa: B023
     for name, device in devices().items():
         plain = plain_settings(device, "lora", "ddp")
-        found[f"plain {name}"] = [
-            plain.strategy,
-            plain.processes,
-            plain.micro_batch_size,
-            plain.seq_len,
-            plain.precision,
-        ]
+        found[f"plain {name}"] = [plain.strategy, plain.processes, plain.micro_batch_size, plain.seq_len]
+        found[f"plain {name}"] += [plain.precision, plain.effective_batch_size, plain.dtype, plain.meant_for]
     checked("presets_by_name", found)
 
 
@@ -979,15 +813,9 @@ def test_pictures_as_clips(tmp_path):
     found["names"] = [file.name for file in files]
     found["turned"] = [image_size(file) for file in frames_in(tmp_path / "turned")]
     for limits in (
-        {},
-        {"max_frames": 4},
-        {"max_frames": 5, "multiple_of": 2},
-        {"max_frames": None, "multiple_of": 5},
-        {"max_pixels": 600, "side_multiple": 4},
-        {"sampling": Sampling(video_start=1, video_end=4)},
-        {"sampling": Sampling(sample_fps=4, nframes=3)},
-        {"fps": 1},
-        {"sampling": Sampling(fps=1)},
+        *({}, {"max_frames": 4}, {"max_frames": 5, "multiple_of": 2}, {"max_frames": None, "multiple_of": 5}),
+        *({"max_pixels": 600, "side_multiple": 4}, {"sampling": Sampling(video_start=1, video_end=4)}),
+        *({"sampling": Sampling(sample_fps=4, nframes=3)}, {"fps": 1}, {"sampling": Sampling(fps=1)}),
     ):
         clip, outline = read_frames(files, FrameLimits(**limits)), outline_frames(files, FrameLimits(**limits))
         assert (outline.frames, outline.height, outline.width) == (len(clip.frames), *clip.frames.shape[2:])
@@ -1171,12 +999,7 @@ def test_what_data_train_a_model_for(task, tmp_path, monkeypatch, no_progress_ba
             use = answered(find_use, f"{name}.jsonl", task, with_media, skip=skip)
             if not isinstance(use, str):
                 use = [
-                    use,
-                    use.lengths,
-                    use.counted,
-                    use.notes(5),
-                    use.notes(None),
-                    use.to_dict(8),
+                    *(use, use.lengths, use.counted, use.notes(5), use.notes(None), use.to_dict(8)),
                     use.longer_than(9),
                 ]
             found[f"{name} {with_media} {skip}"] = use

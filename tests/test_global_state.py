@@ -25,19 +25,10 @@ SEQ_LEN = 64
 FIELDS = {"per_device_train_batch_size": 2, "max_steps": 1, "use_cpu": True, "report_to": "none"}
 # What our code replaces for a while, in the modules of others.
 PATCHED = [
-    (torch, "tensor"),
-    (torch, "load"),
-    (torch.nn.Module, "to"),
-    (torch.nn.functional, "linear"),
-    (torch.nn.functional, "scaled_dot_product_attention"),
-    (Trainer, "train"),
-    (Trainer, "__init__"),
-    (Trainer, "evaluate"),
-    (PreTrainedModel, "_from_config"),
-    (PreTrainedModel, "from_pretrained"),
-    (os, "makedirs"),
-    (sys, "excepthook"),
-    (sys, "stdout"),
+    *((torch, "tensor"), (torch, "load"), (torch.nn.Module, "to"), (torch.nn.functional, "linear")),
+    *((torch.nn.functional, "scaled_dot_product_attention"), (Trainer, "train"), (Trainer, "__init__")),
+    *((Trainer, "evaluate"), (PreTrainedModel, "_from_config"), (PreTrainedModel, "from_pretrained")),
+    *((os, "makedirs"), (sys, "excepthook"), (sys, "stdout")),
 ]
 
 
@@ -55,17 +46,10 @@ def global_state() -> dict:
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
         "python": (list(sys.argv), list(sys.path), os.getcwd()),
         "torch": (
-            torch.get_default_dtype(),
-            torch.get_default_device(),
-            torch.is_grad_enabled(),
-            torch.get_num_threads(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
-            torch.backends.cudnn.deterministic,
-            torch.backends.cudnn.benchmark,
-            torch.is_autocast_enabled("cpu"),
-            torch.utils._python_dispatch._len_torch_dispatch_stack(),
-            torch.distributed.is_initialized(),
+            *(torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_num_threads()),
+            *(torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()),
+            *(torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.is_autocast_enabled("cpu")),
+            *(torch.utils._python_dispatch._len_torch_dispatch_stack(), torch.distributed.is_initialized()),
             torch._functorch.config.activation_memory_budget,
         ),
         "random": (random.getstate(), name, keys.tolist(), rest, torch.get_rng_state().tolist()),

@@ -81,12 +81,9 @@ def _skips(mark: ast.expr) -> bool:
 
 def test_skipped_tests_are_seen():
     for mark, skips in (
-        ("pytest.mark.skip", True),
-        ("pytest.mark.skip(reason='x')", True),
-        ("[pytest.mark.skipif(True, reason='x')]", True),
-        ("pytest.mark.xfail", True),
-        ("pytest.mark.skipif(no_card, reason='x')", False),
-        ("pytest.mark.slow", False),
+        *(("pytest.mark.skip", True), ("pytest.mark.skip(reason='x')", True)),
+        *(("[pytest.mark.skipif(True, reason='x')]", True), ("pytest.mark.xfail", True)),
+        *(("pytest.mark.skipif(no_card, reason='x')", False), ("pytest.mark.slow", False)),
     ):
         assert _skips(ast.parse(mark, mode="eval").body) is skips, mark
 
@@ -137,40 +134,12 @@ def _commands() -> dict:
 
 # Words on the right that are no setting: values, keys of estimates, breakdowns and YAML, and setting names of others'.
 OTHERS = {
-    "parameters",
-    "optimizer_states",
-    "gradients",
-    "activations",
-    "logits",
-    "workspace",
-    "communication",
-    "utilization",
-    "total",
-    "fragmentation",
-    "host",
-    "enabled",
-    "memory_savings",
-    "every_n_layers",
-    "flash_attention_2",
-    "flash_attention_3",
-    "lion_32bit",
-    "lion_8bit",
-    "paged_lion_8bit",
-    "adamw_8bit",
-    "adamw_torch_fused",
-    "adafactor",
-    "none",
-    "int8",
-    "mixed_precision",
-    "gradient_checkpointing",
-    "num_hidden_layers",
-    "intermediate_size",
-    "track_memory_optimizations",
-    "tp8",
-    "hsdp8",
-    "matmuls",
-    "torch_compile_mode",
-    "data_wait_share",
+    *("parameters", "optimizer_states", "gradients", "activations", "logits", "workspace", "communication"),
+    *("utilization", "total", "fragmentation", "host", "enabled", "memory_savings", "every_n_layers"),
+    *("flash_attention_2", "flash_attention_3", "lion_32bit", "lion_8bit", "paged_lion_8bit", "adamw_8bit"),
+    *("adamw_torch_fused", "adafactor", "none", "int8", "mixed_precision", "gradient_checkpointing"),
+    *("num_hidden_layers", "intermediate_size", "track_memory_optimizations", "tp8", "hsdp8", "matmuls"),
+    *("torch_compile_mode", "data_wait_share"),
 }
 
 

@@ -198,9 +198,8 @@ class _Numbered(int):
         return SimpleNamespace(flat_buffers=self > 100)
 
 
-@pytest.mark.parametrize(
-    ("choices", "picks", "budgets", "doubted"),
-    [
+def test_a_plain_choice_that_nearly_fits_is_doubted(subtests):
+    for choices, picks, budgets, doubted in [
         ((3, 4, 6), (3,), (390,), 4),
         ((3, 4, 6), (None,), (390,), 4),
         ((3, 4, 6), (3,), (381,), 4),
@@ -212,29 +211,21 @@ class _Numbered(int):
         ((3, 5), (3,), (390,), None),
         ((3, 104), (3,), (10_390,), None),
         ((2, 4, 6), (3,), (190,), None),  # estimated
-    ],
-)
-def test_a_plain_choice_that_nearly_fits_is_doubted(choices, picks, budgets, doubted):
-    search = SimpleNamespace(
-        _traceable=lambda: map(_Numbered, choices),
-        is_plain=lambda choice: choice % 2 == 0,
-        needs=lambda choice: 100 * choice,
-        estimates={2},
-    )
-    assert Search._doubtful(search, picks, budgets) == doubted
+    ]:
+        with subtests.test(choices=str(choices)):
+            search = SimpleNamespace(
+                _traceable=lambda: map(_Numbered, choices),  # noqa: B023
+                is_plain=lambda choice: choice % 2 == 0,
+                needs=lambda choice: 100 * choice,
+                estimates={2},
+            )
+            assert Search._doubtful(search, picks, budgets) == doubted
 
 
 def test_a_faster_and_simpler_choice_that_only_other_kinds_rule_out(subtests):
     """3 is dearer than the pick but for its memory, 4 is estimated and an estimate of its own kind corrects 5."""
     for budget, kept_out in [
-        (199, None),
-        (200, 2),
-        (249, 2),
-        (250, None),
-        (399, None),
-        (400, None),
-        (600, 6),
-        (10_400, None),
+        *((199, None), (200, 2), (249, 2), (250, None), (399, None), (400, None), (600, 6), (10_400, None)),
     ]:
         with subtests.test(budget=budget):
             choices = [*map(_Numbered, (2, 3, 4, 5, 6, 104, 8))]
@@ -264,15 +255,8 @@ def test_seconds_of_steps():
     strategies = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp2", "zero2_offload_cpu", "zero3_offload_cpu")
     for strategy in (*strategies, "zero3_offload_nvme", "fsdp2_offload_cpu"):
         for times in (
-            {},
-            {"world_size": 1},
-            {"world_size": 2},
-            {"world_size": 16},
-            {"wide": True},
-            {"wide": True, "mixed": False},
-            {"adapters": True},
-            {"drives": 4},
-            {"loaded": 40 * 10**9},
+            *({}, {"world_size": 1}, {"world_size": 2}, {"world_size": 16}, {"wide": True}),
+            *({"wide": True, "mixed": False}, {"adapters": True}, {"drives": 4}, {"loaded": 40 * 10**9}),
             {"shared": 2, "sent": 10**8, "messages": 9},
         ):
             for device in ("h100_80gb", "rtx_4090"):

@@ -37,14 +37,8 @@ def test_every_field_of_training_arguments_is_judged():
 @pytest.mark.parametrize(
     "text",
     [
-        "--hub_token {}",
-        "--hub_token={}",
-        "hub_token: '{}' is not valid",
-        '{{"api_key": "{}"}}',
-        "Authorization: Bearer {}",
-        "https://me:{}@host/x",
-        "bad hub_token: {}, or not",
-        'password = "{}"',
+        *("--hub_token {}", "--hub_token={}", "hub_token: '{}' is not valid", '{{"api_key": "{}"}}'),
+        *("Authorization: Bearer {}", "https://me:{}@host/x", "bad hub_token: {}, or not", 'password = "{}"'),
     ],
 )
 def test_texts(text):
@@ -77,11 +71,7 @@ def test_a_long_line_takes_linear_time(text):
 def test_values_and_command_lines():
     nested = {"hub_token": SECRET, "more": [{"credentials": {"user": SECRET}}], "steps": 3, "save": True, "x": None}
     assert redact(nested) == {
-        "hub_token": REDACTED,
-        "more": [{"credentials": REDACTED}],
-        "steps": 3,
-        "save": True,
-        "x": None,
+        **{"hub_token": REDACTED, "more": [{"credentials": REDACTED}], "steps": 3, "save": True, "x": None},
     }
     assert redact({"hub_token": "<HUB_TOKEN>"}) == {"hub_token": "<HUB_TOKEN>"}  # TrainingArguments.to_dict's own
     assert without_secrets(nested) == {key: value for key, value in nested.items() if key != "hub_token"}

@@ -10,7 +10,7 @@ from hf_memopt.cli.settings import command_spec
 from hf_memopt.compatibility.config_files import Examined, Fault, Lines, foreign_tool
 from hf_memopt.errors import InputError, as_input_error, listed
 from hf_memopt.files import folder_for, write_folder
-from hf_memopt.foreign.edits import changed_keys, diff, edit, planned
+from hf_memopt.foreign.edits import changed_keys, diff, edit, launched, planned
 from hf_memopt.foreign.migrate import migrated_command, migrated_files
 from hf_memopt.foreign.source import Source, is_command, is_source, read_source
 from hf_memopt.foreign.translate import Translation
@@ -91,14 +91,18 @@ def run_migrate(file: str, folder: str | None, overwrite: bool, settings: list[s
 
 def plan_edits(source: Source, profile) -> tuple[dict[str, Any], str, str | None]:
     """Their keys that a profile changes, the diff of the file or command where one says that and no more, and the
-    launcher's words where these say how several devices train."""
+    launcher's words where these say how several devices train; a command's diff has them."""
     from hf_memopt.planner.launch import launcher_command
 
     keys = changed_keys(source, profile.choice.settings)
     launcher = None
     if source.table.launched and profile.preset.processes > 1:  # the file says who checkpoints, not FSDP's
-        launcher = " ".join(launcher_command(replace(profile, choice=replace(profile.choice, checkpointed=0.0))))
-    return keys, diff(source, edit(source, keys)), launcher
+        unchecked = replace(profile, choice=replace(profile.choice, checkpointed=0.0))
+        launcher = " ".join(launcher_command(unchecked, no_precision=False))
+    text = edit(source, keys)
+    if text and launcher and source.command:
+        text = launched(text, launcher)
+    return keys, diff(source, text), launcher
 
 
 def _over(spec: JobSpec, asked: JobSpec, options: Mapping[str, Any]) -> JobSpec:

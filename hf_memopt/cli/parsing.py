@@ -87,6 +87,8 @@ def _unquoted(extra: list[str], argv: list[str]) -> str | None:
     places = [place for place in range(1, len(argv)) if argv[place : place + len(extra)] == extra]
     if not places or argv[places[-1] - 1].startswith("-"):
         return None
+    if all(re.fullmatch(r"[\w.]+=.*", word) for word in extra):
+        return f"{' '.join(extra)!r} stands alone: settings are written {' '.join(f'--set {word}' for word in extra)}"
     place = places[-1]
     option = argv[place - 2] if place > 1 and argv[place - 2].startswith("--") else ""
     value = shlex.quote(" ".join([argv[place - 1], *extra]))

@@ -68,7 +68,7 @@ def run_plan(
     after = paragraph(f"wrote {names} to {from_here(Path(written[0]).parent)}") if written else []
     if source and plan.profiles:
         after += diff.splitlines() or paragraph(f"{source.label}: {in_words(keys) or 'has these settings already'}")
-        after += command_lines(f"{launcher} …", "start") if launcher else []
+        after += command_lines(f"{launcher} …", "start") if launcher and launcher not in diff else []
     words = ["hf-memopt", *sys.argv[1:]]
     if spec.quick and "--quick" in words:
         after += command_lines(shlex.join(word for word in words if word != "--quick"), "next")

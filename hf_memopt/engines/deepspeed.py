@@ -13,6 +13,7 @@ from hf_memopt.engines.deepspeed_values import check_deepspeed
 from hf_memopt.engines.engine import Engine, Exchange, is_inline_json, read_settings
 from hf_memopt.errors import InputError, brief, choose
 from hf_memopt.files import read_json, shipped
+from hf_memopt.findings import value_at
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 # DeepSpeed's batch sizes, and the TrainingArguments fields that say the same.
@@ -178,14 +179,23 @@ def deepspeed_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any
     if not isinstance(config, Mapping | str | Path):
         raise InputError(f"deepspeed={brief(config)} must be a file, a mapping or a name, as in zero3")
     if isinstance(config, Mapping) or is_inline_json(config) or os.path.isfile(config):  # Path.is_file fails: too long
-        return check_deepspeed(read_settings(config, "deepspeed"))
+        return _filled(check_deepspeed(read_settings(config, "deepspeed")))
     if (inline := decode_inline(str(config))) is not None:
-        return check_deepspeed(inline)
+        return _filled(check_deepspeed(inline))
     if file := shipped_deepspeed(str(config)):
         return read_json(file)
     if "/" not in str(config) and not str(config).endswith(".json"):
         raise choose("deepspeed configuration", str(config), (file.stem for file in deepspeed_files()))
-    return check_deepspeed(read_json(config))
+    return _filled(check_deepspeed(read_json(config)))
+
+
+def _filled(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration with the stage and devices that accelerate's plugin puts in place of "auto" (1.15,
+    utils.dataclasses.DeepSpeedPlugin)."""
+    zero = config.get("zero_optimization") or {}
+    parts = {name: part | {"device": "none"} for name, part in zero.items() if value_at(part, ("device",)) == "auto"}
+    parts |= {"stage": 2} if zero.get("stage") == "auto" else {}
+    return {**config, "zero_optimization": {**zero, **parts}} if parts else config
 
 
 def missing_batch_size(config: Mapping[str, Any]) -> str | None:

@@ -81,6 +81,7 @@ class Command:
         config: the file that it names, whose settings its arguments override.
         style: how its arguments are written: `--key value`, `--key-with-dashes value` or `key=value`.
         launch: how its processes start.
+        launcher: the words that say so, before its program.
         environment: the variables that it sees.
         folder: into which the script changed before it.
         end: where its last word ends.
@@ -92,6 +93,7 @@ class Command:
     config: str | None = None
     style: str = "--key value"
     launch: Launch = field(default_factory=lambda: Launch("python"))
+    launcher: Sequence[Word] = ()
     environment: dict[str, str] = field(default_factory=dict)
     folder: str = ""
     end: int = 0
@@ -197,6 +199,7 @@ def _started(words: Sequence[Word], check: bool = True) -> Command | None:
         command = _program(rest, Launch(launcher, options), check)
     if command and check:
         refuse_unknown(Launch(launcher, options))
+        command.launcher = () if module else words[: -len(rest)]
     return command
 
 

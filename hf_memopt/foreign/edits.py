@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ _ENGINES = ("training.deepspeed", "training.fsdp")  # of a launcher's file
 _DASHES = "--key-with-dashes value"
 # Of the keys that a plan sets, those that axolotl's command has no option for (axolotl/cli/config_options.py).
 _NO_OPTION = ("cut_cross_entropy",)
+
+# Options of accelerate launch that a plan does not choose: where processes run and meet, and what is logged of them;
+# and a precision that it leaves to the trainer.
+_MACHINES = re.compile(
+    "__(?:gpu_ids|main_.*|machine_rank|same_network|rdzv_.*|role|tee|log_dir|max_restarts|monitor_interval|quiet|debug|"
+    "mixed_precision|num_cpu_threads_per_process|enable_cpu_affinity|deepspeed_hostfile)"
+)
+_COUNTS = re.compile("--(?:standalone|nproc[-_]per[-_]node|num_gpus)")  # of torchrun and deepspeed, on one machine
 
 
 def chosen_keys(table: Table, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,6 +109,20 @@ def edit(source: Source, keys: Mapping[str, Any]) -> str | None:
     same = all(as_text(before.get(key)) == as_text(after.get(key)) for key in others)
     same = same and (again.engine == source.engine or source.table.launched)  # whose engine is the launcher's
     return text if kept and same and not changes(again, keys) else None
+
+
+def launched(text: str, launcher: str) -> str:
+    """The text of a command that starts as a plan says, with what its own launcher says of machines; the same text
+    where another says that, or a module is started."""
+    words, kept = parse_commands(text).launcher, []
+    for word, after in zip_longest(words, words[1:]):
+        name, equals, _ = word.text.partition("=")
+        if _MACHINES.fullmatch(name.replace("-", "_")) and f"{name} " not in launcher:
+            apart = after is not None and not equals and not after.text.startswith("-")
+            kept.append(text[word.start : after.end if apart else word.end])
+        elif name.startswith("-") and not words[0].text.endswith("accelerate") and not _COUNTS.fullmatch(name):
+            return text
+    return text[: words[0].start] + " ".join([launcher, *kept]) + text[words[-1].end :] if words else text
 
 
 def _listed(value: Any) -> list[Any]:

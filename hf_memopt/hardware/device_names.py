@@ -29,12 +29,65 @@ _NUMBERS = {
     **{"one": 1, "single": 1, "two": 2, "dual": 2, "pair": 2, "three": 3, "triple": 3, "four": 4, "quad": 4},
     **{"eight": 8, "sixteen": 16},
 }
+# Machines of clouds, by what is in one (their lists of GPU machine types of AWS, Google and Azure, 2026-11).
+_MACHINES = {
+    machine: cards
+    for cards, machines in {
+        "1x v100_sxm2_16gb": "p3.2xlarge nc6s_v3",
+        "2x v100_sxm2_16gb": "nc12s_v3",
+        "4x v100_sxm2_16gb": "p3.8xlarge nc24s_v3 nc24rs_v3",
+        "8x v100_sxm2_16gb": "p3.16xlarge",
+        "8x v100_32gb": "p3dn.24xlarge nd40rs_v2",
+        "1x t4": "g4dn.xlarge g4dn.2xlarge g4dn.4xlarge g4dn.8xlarge g4dn.16xlarge "
+        "nc4as_t4_v3 nc8as_t4_v3 nc16as_t4_v3",
+        "4x t4": "g4dn.12xlarge nc64as_t4_v3",
+        "8x t4": "g4dn.metal",
+        "1x a10g": "g5.xlarge g5.2xlarge g5.4xlarge g5.8xlarge g5.16xlarge",
+        "4x a10g": "g5.12xlarge g5.24xlarge",
+        "8x a10g": "g5.48xlarge",
+        "1x a10": "nv36ads_a10_v5 nv36adms_a10_v5",
+        "2x a10": "nv72ads_a10_v5",
+        "1x l4": "g6.xlarge g6.2xlarge g6.4xlarge g6.8xlarge g6.16xlarge "
+        "g2-standard-4 g2-standard-8 g2-standard-12 g2-standard-16 g2-standard-32",
+        "2x l4": "g2-standard-24",
+        "4x l4": "g6.12xlarge g6.24xlarge g2-standard-48",
+        "8x l4": "g6.48xlarge g2-standard-96",
+        "1x l40s": "g6e.xlarge g6e.2xlarge g6e.4xlarge g6e.8xlarge g6e.16xlarge",
+        "4x l40s": "g6e.12xlarge g6e.24xlarge",
+        "8x l40s": "g6e.48xlarge",
+        **{f"{n}x a100_40gb": f"a2-highgpu-{n}g" for n in (1, 2, 4)},
+        "8x a100_40gb": "p4d.24xlarge a2-highgpu-8g nd96asr_v4",
+        "16x a100_40gb": "a2-megagpu-16g",
+        **{f"{n}x a100_80gb": f"a2-ultragpu-{n}g" for n in (1, 2, 4)},
+        "8x a100_80gb": "p4de.24xlarge a2-ultragpu-8g nd96amsr_a100_v4",
+        "1x a100_pcie_80gb": "nc24ads_a100_v4",
+        "2x a100_pcie_80gb": "nc48ads_a100_v4",
+        "4x a100_pcie_80gb": "nc96ads_a100_v4",
+        "1x h100_80gb": "p5.4xlarge a3-highgpu-1g",
+        "2x h100_80gb": "a3-highgpu-2g",
+        "4x h100_80gb": "a3-highgpu-4g",
+        "8x h100_80gb": "p5.48xlarge a3-highgpu-8g a3-megagpu-8g a3-edgegpu-8g nd96isr_h100_v5",
+        "1x h100_nvl_94gb": "nc40ads_h100_v5",
+        "2x h100_nvl_94gb": "nc80adis_h100_v5",
+        "8x h200": "p5e.48xlarge p5en.48xlarge a3-ultragpu-8g nd96isr_h200_v5",
+        "8x b200": "p6-b200.48xlarge a4-highgpu-8g",
+        "8x mi300x": "nd96isr_mi300x_v5",
+    }.items()
+    for machine in machines.split()
+}
+_CLOUDS = "(?:aws|amazon|ec2|gcp|google(?: cloud)?|azure)"
 _GB = r"g(?:i?b|igs?|igabytes?)?s?"
 _SIZE = re.compile(rf"(\d+)[\s_-]*{_GB}\b")
 # What a text says otherwise than the rest of this file reads it, in the order of reading.
 _REWRITTEN = [
     (re.compile(pattern, re.IGNORECASE), new)
     for pattern, new in (
+        (
+            rf"(?<![\w.-])(?:{_CLOUDS}[\s_-]+)?(?:standard_)?({'|'.join(map(re.escape, _MACHINES))})(?![\w.-])"
+            rf"(?:\s*\({_CLOUDS}\))?",
+            lambda found: _MACHINES[found[1].lower()],
+        ),
+        (r"\bgpu_(\d)x_(?=\w)", r"\1x "),  # Lambda's
         (r"\((?:r|tm)\)|\bhbm\d\w?\b|(?<![a-z])w/", " "),
         (r"^my\s+", ""),
         # A place may stand beside a device's own name ("colab t4", "MacBook Air M2"), which then says it all.

@@ -57,7 +57,6 @@ class SnapshotCallback(TrainerCallback):
         self._hooks: list = []
         self._failed = 0
         self._trainer_args = None
-        self._step = 0
 
     # ---- events of the Trainer
 

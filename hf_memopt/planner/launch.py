@@ -89,8 +89,12 @@ def accelerate_config(profile, deepspeed_file: str | None = None) -> dict[str, A
     return config
 
 
-def launcher_command(profile) -> list[str]:
-    """`accelerate launch`, with the shipped file where one has the same settings."""
+def launcher_command(profile, no_precision: bool = True) -> list[str]:
+    """`accelerate launch`, with the shipped file where one has the same settings.
+
+    Args:
+        no_precision: say so where the launcher has none; a trainer of another tool may have its own.
+    """
     preset = profile.preset
     file = shipped("accelerate_configs") / config_name(preset)
     if file.is_file() and yaml.safe_load(file.read_text(encoding="utf-8")) == accelerate_config(profile):
@@ -99,13 +103,14 @@ def launcher_command(profile) -> list[str]:
     # accelerate 1.15 takes these from a file or the environment: its words for them are for FSDP2 alone.
     shared = {name.upper(): as_word(value) for name, value in config.get("parallelism_config", {}).items()}
     switches = {"NO": [], "MULTI_GPU": ["--multi_gpu"], "FSDP": ["--use_fsdp"], "DEEPSPEED": ["--use_deepspeed"]}
+    precision = config.get("mixed_precision")
     argv = [
         *(f"{name}={value}" for name, value in shared.items()),
         *(["ACCELERATE_USE_PARALLELISM_CONFIG=true"] if shared else []),
         *("accelerate", "launch", "--num_processes", str(config["num_processes"])),
         *switches[config["distributed_type"]],
         *(["--cpu"] if config["use_cpu"] else []),
-        *(["--mixed_precision", config["mixed_precision"]] if "mixed_precision" in config else []),
+        *(["--mixed_precision", precision] if precision and (no_precision or precision != "no") else []),
     ]
     for key, value in {**config.get("deepspeed_config", {}), **config.get("fsdp_config", {})}.items():
         argv += [f"--{key}", as_word(value)]

@@ -134,7 +134,8 @@ def _edits(edits: dict[str, Any]) -> str:
     """The plan in the words of another tool's file: a diff, or keys where one cannot say it, and its launcher."""
     text = edits["diff"] or in_words(edits["keys"])
     changes = _code("What to change in the YAML", text) or "<p>The YAML has these settings already.</p>"
-    return changes + (_code("To start it", f"{edits['launcher']} …") if edits["launcher"] else "")
+    launcher = edits["launcher"]
+    return changes + (_code("To start it", f"{launcher} …") if launcher and launcher not in text else "")
 
 
 def _code(title: str, text: str) -> str:

@@ -76,16 +76,6 @@ def test_a_small_terminal_is_filled_with_whole_reasons(sizes, printed, capsys):
     assert len(lines) == printed and lines[0] == "YES" and lines[-2] == "run"
 
 
-def test_the_bar_is_full_where_memory_is_short():
-    def bar(needed, capacity):
-        kinds = {"parameters": needed}
-        return memory_bar(Estimate(needed, needed, needed, 1, "forward", kinds, {}, capacity, {}, ()))[0]
-
-    assert "░" not in bar(20, 10) and "200%" in bar(20, 10)
-    assert bar(5, 10).count("█") == bar(5, 10).count("░")
-    assert "not known" in bar(5, None)
-
-
 def test_parts_have_the_unit_of_the_whole():
     kinds = {"parameters": 15 * GIB, "logits": 1000 * MIB}
     bar = memory_bar(Estimate(16 * GIB, 16 * GIB, 17 * GIB, 1, "forward", kinds, {}, 24 * GIB, {}, ()))
@@ -136,9 +126,8 @@ PAIR = {"chosen": "a", "rejected": "b", "prompt": "?"}
 CLIP = {"type": "video", "video": "clip.mp4"}
 
 
-@pytest.mark.parametrize(
-    ("row", "asked", "use"),
-    [
+def test_rows_say_what_they_train_for(jsonl, subtests):
+    for row, asked, use in [
         (CHAT, None, Use("sft", 3, media=False)),
         ({"instruction": "a", "output": "b"}, None, Use("sft", 3, media=False)),
         ({"prompt": "a", "completion": "b"}, None, Use("sft", 3, media=False)),
@@ -150,15 +139,13 @@ CLIP = {"type": "video", "video": "clip.mp4"}
         ({"text": "a"}, "sft", Use("sft", 3, media=False)),
         ({"video": "clip.mp4", "caption": "A door."}, None, Use(None, 3, media=True)),
         ({"messages": [{"role": "user", "content": [CLIP]}, CHAT["messages"][1]]}, None, Use(None, 3, media=True)),
-    ],
-)
-def test_rows_say_what_they_train_for(row, asked, use, jsonl):
-    assert find_use(str(jsonl([row] * 3)), asked) == use
+    ]:
+        with subtests.test(row=str(row)):
+            assert find_use(str(jsonl([row] * 3)), asked) == use
 
 
-@pytest.mark.parametrize(
-    ("rows", "asked", "reason"),
-    [
+def test_rows_that_a_recipe_refuses_are_refused(jsonl, subtests):
+    for rows, asked, reason in [
         ([{"foo": 1}], None, "has the columns foo; accepted are: messages; "),
         ([{}], None, "is empty: the file has no rows"),
         ([CHAT], "dpo", "task=dpo needs chosen and rejected"),
@@ -168,11 +155,9 @@ def test_rows_say_what_they_train_for(row, asked, use, jsonl):
         ([CHAT, {**CHAT, "label": True}], None, "row 1: the column 'label' would not be trained on"),
         ([{"caption": "A door."}], None, "has the columns caption; accepted are"),
         ([], None, "is empty"),
-    ],
-)
-def test_rows_that_a_recipe_refuses_are_refused(rows, asked, reason, jsonl):
-    with pytest.raises(InputError, match=re.escape(reason)):
-        find_use(str(jsonl(rows)), asked)
+    ]:
+        with subtests.test(rows=str(rows)), pytest.raises(InputError, match=re.escape(reason)):
+            find_use(str(jsonl(rows)), asked)
 
 
 @pytest.mark.slow
@@ -183,13 +168,7 @@ def test_rows_longer_than_a_sample_are_counted(jsonl, builtin_model):
     assert use.lengths == (6, 51, 151) and use.longer_than(51) == 1 and use.longer_than(50) == 2
     (note,) = use.notes(50)
     assert note.startswith("2 of 3 rows are longer than 50 tokens by 4 bytes a token, the longest has 151: ")
-    assert use.to_dict(50) == {
-        "rows": 3,
-        "bad_rows": {},
-        "longer": 2,
-        "longest": 151,
-        "tokens_are": "estimated",
-    }
+    assert use.to_dict(50) == {"rows": 3, "bad_rows": {}, "longer": 2, "longest": 151, "tokens_are": "estimated"}
     counted = find_use(source, model=str(builtin_model))
     tokenizer = AutoTokenizer.from_pretrained(builtin_model)
     assert counted.lengths == tuple(len(tokenizer("a " * count + "b")["input_ids"]) for count in (10, 100, 300))
@@ -277,15 +256,7 @@ def test_the_data_stand_in_the_command(command, jsonl):
     assert any(line.startswith("time ") for line in out.splitlines())
     more = jsonl([{"prompt": "?", "completion": "yes" * (n > 0), "label": 1, "mask": 1} for n in range(8)])
     asked = (
-        "plan",
-        "smollm2-135m",
-        "--hardware",
-        "rtx_3060",
-        "--method",
-        "lora",
-        "--dataset",
-        more,
-        "--skip-bad-rows",
+        *("plan", "smollm2-135m", "--hardware", "rtx_3060", "--method", "lora", "--dataset", more, "--skip-bad-rows"),
     )
     code, out, err = command(*asked, "--ignore-columns", "label, mask")
     assert code == 0 and "--ignore_columns label mask --skip_bad_rows true" in " ".join(_pasted(out.splitlines())), err

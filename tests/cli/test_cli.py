@@ -82,15 +82,7 @@ def test_shells_complete(shell, typed, count, found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("presets",),
-        ("show", "rtx_4090"),
-        ("--help",),
-        sweep(("doctor",)),
-    ],
-)
+@pytest.mark.parametrize("words", [("presets",), ("show", "rtx_4090"), ("--help",), sweep(("doctor",))])
 def test_no_escape_sequences_where_nobody_wants_colour(words):
     """In a pipe; and in a terminal with NO_COLOR."""
     import pty

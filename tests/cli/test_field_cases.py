@@ -14,13 +14,7 @@ ESTIMATES = {
     "ms_swift/shared_by_4.sh h20_x8": (0, "optimizer", 20, 60, None),
     "trl/open_r1_sft_32b.yaml h100_x8 fsdp2": (1, "backward", 80, 110, "--strategy fsdp2_offload_cpu"),
     "trl/sft_32b_by_default.yaml h100_x8 fsdp2": (1, "backward", 80, 110, "--strategy fsdp2_offload_cpu"),
-    "trl/grpo_without_prompt_length.yaml a100_80gb": (
-        1,
-        "backward",
-        100,
-        130,
-        "vllm_gpu_memory_utilization: 0.25",
-    ),
+    "trl/grpo_without_prompt_length.yaml a100_80gb": (1, "backward", 100, 130, "vllm_gpu_memory_utilization: 0.25"),
     "llama_factory/evaluated_zero3.yaml l20_x4": (1, "eval", 140, 175, "per_device_eval_batch_size=1"),
 }
 # Command -> keys that a plan changes, and the words that it starts with.

@@ -171,13 +171,7 @@ def test_json_and_exported_files(command, tmp_path):
     made = json.loads(out)
     profile = made["profiles"][1]
     for key in (
-        "training_arguments",
-        "memory_arguments",
-        "model_kwargs",
-        "lora",
-        "launch",
-        "estimate",
-        "relative_speed",
+        *("training_arguments", "memory_arguments", "model_kwargs", "lora", "launch", "estimate", "relative_speed"),
         "tokens_per_second",
     ):
         assert key in profile

@@ -51,9 +51,8 @@ def test_refusals(subtests):
             assert instead in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
+def test_what_works_is_let_through(subtests):
+    for setup in [
         Setup(),
         Setup(optim="adamw_8bit"),
         Setup(optim="adamw_8bit", strategy="zero2"),
@@ -61,10 +60,9 @@ def test_refusals(subtests):
         Setup(method="qlora", strategy="fsdp2", quant_storage="bfloat16"),
         Setup(precision="fp16", native_bf16=False),
         Setup(precision="bf16", native_bf16=False, device="cpu"),
-    ],
-)
-def test_what_works_is_let_through(setup):
-    assert refusals(setup) == []
+    ]:
+        with subtests.test(setup=str(setup)):
+            assert refusals(setup) == []
 
 
 def test_every_rule_names_known_fields_and_its_source():
@@ -90,13 +88,14 @@ def test_optimizer_names_are_those_of_transformers():
     assert not missed, "a new 8-bit optimizer belongs into the table"
 
 
-@pytest.mark.parametrize("module", sorted(set(PACKAGES.values())))
-def test_packages_are_looked_for_by_the_name_that_transformers_imports(module):
-    import inspect
+def test_packages_are_looked_for_by_the_name_that_transformers_imports(subtests):
+    for module in sorted(set(PACKAGES.values())):
+        with subtests.test(module=str(module)):
+            import inspect
 
-    from transformers import trainer_optimizer
+            from transformers import trainer_optimizer
 
-    assert f"from {module}" in inspect.getsource(trainer_optimizer)
+            assert f"from {module}" in inspect.getsource(trainer_optimizer)
 
 
 ON_PYPI = {"optimi": "torch-optimi", "torchao": "'torchao[^']*'"}

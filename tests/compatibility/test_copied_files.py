@@ -176,9 +176,7 @@ def test_a_trainer_without_a_launcher_names_one(tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "file", "message"),
-    [
-        ("qlora", "zero2_offload_cpu.json", "optim=paged_adamw_8bit with zero2 with optimizer states offloaded"),
-    ],
+    [("qlora", "zero2_offload_cpu.json", "optim=paged_adamw_8bit with zero2 with optimizer states offloaded")],
 )
 def test_a_preset_beside_a_copied_json_is_still_refused(method, file, message, tmp_path, monkeypatch):
     shutil.copy(CONFIGS / "deepspeed" / file, tmp_path)

@@ -1,6 +1,7 @@
 """Every value of a DeepSpeed JSON, replaced by each wrong one: an engine, or one sentence; doctor says the same."""
 
 import copy
+import itertools
 import json
 
 import pytest
@@ -163,3 +164,19 @@ def test_what_must_be_a_mapping():
     ):
         found = sorted(finding.text for finding in deepspeed_values._not_mappings(content))
         assert len(found) == len(named) and all(map(str.startswith, found, named)), found
+
+
+def test_auto_is_what_accelerate_makes_of_it(subtests):
+    """Of a stage and of devices; every other word stays."""
+    from accelerate.utils import DeepSpeedPlugin
+
+    sizes = {"train_micro_batch_size_per_gpu": "auto"}
+    for stage, *devices in itertools.product((3, "auto"), ("cpu", "auto"), ("cpu", "auto")):
+        names = ("offload_optimizer", "offload_param")
+        offloads = {name: {"device": device, "pin_memory": True} for name, device in zip(names, devices, strict=True)}
+        config = sizes | {"zero_optimization": {"stage": stage, **offloads}}
+        filled = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config)).hf_ds_config.config["zero_optimization"]
+        with subtests.test(stage=stage, devices=devices):
+            assert deepspeed_config(config) == sizes | {"zero_optimization": filled}
+            strategy = f"zero{2 if stage == 'auto' else 3}{'_offload_cpu' if devices[0] == 'cpu' else ''}"
+            assert DeepSpeed.of_config(deepspeed_config(config)).strategy == strategy

@@ -30,16 +30,7 @@ SCRIPT = Path(__file__).parents[1] / "dry_run_effects.py"
 SHARED_MEMORY, SYSTEM_V_KEY = "hf-memopt-test", 0x5EC2E7  # what it tries to create in memory
 # Redirected by scratch_files, or seen as done and not done; tried by threads and programs; all else is denied.
 DONE = {
-    "open",
-    "append",
-    "touch",
-    "makedirs",
-    "remove",
-    "rmtree",
-    "move",
-    "copy",
-    "hard link",
-    "through a link",
+    *("open", "append", "touch", "makedirs", "remove", "rmtree", "move", "copy", "hard link", "through a link"),
     "truncate",
 }
 DONE |= {"mmap", "archives", "numpy.save", "numpy.memmap", "chmod", "fchmod", "chown", "utimes", "futimens"}
@@ -333,12 +324,7 @@ def test_an_address_names_no_place_outside_the_cache(monkeypatch):
 
 ORDINARY = ["run_clm", "run_glue", "run_ner", "run_qa", "run_summarization", "run_image_classification"]
 ORDINARY += [
-    "peft_lora_classification",
-    "sentence_transformer",
-    "stream_clm",
-    "trl_sft",
-    "trl_dpo_lora",
-    "weighted_loss",
+    *("peft_lora_classification", "sentence_transformer", "stream_clm", "trl_sft", "trl_dpo_lora", "weighted_loss"),
 ]
 
 

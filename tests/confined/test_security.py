@@ -127,22 +127,15 @@ def test_what_is_found(subtests):
             assert place in list(places(text))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import torch\ntorch.load(x, weights_only=True)",
-        "model.eval()",
-        "import re\nre.compile(x)",
-        "import json\njson.load(x)",
-        "import pickle\npickle.dumps(x)",
-        "import yaml\nyaml.safe_load(x)",
-        "f(x, trust_remote_code=args.trust_remote_code)",
-        "import numpy as np\nnp.load(x, allow_pickle=False)",
+def test_what_is_let_pass(subtests):
+    for text in [
+        *("import torch\ntorch.load(x, weights_only=True)", "model.eval()", "import re\nre.compile(x)"),
+        *("import json\njson.load(x)", "import pickle\npickle.dumps(x)", "import yaml\nyaml.safe_load(x)"),
+        *("f(x, trust_remote_code=args.trust_remote_code)", "import numpy as np\nnp.load(x, allow_pickle=False)"),
         "import pickle\ntry: pass\nexcept pickle.UnpicklingError: pass",
-    ],
-)
-def test_what_is_let_pass(text):
-    assert not list(places(text))
+    ]:
+        with subtests.test(text=str(text)):
+            assert not list(places(text))
 
 
 def test_code_of_models_is_off_unless_asked_for():

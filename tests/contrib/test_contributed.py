@@ -19,11 +19,7 @@ def test_the_core_names_no_module_of_contrib():
 
 
 @pytest.mark.parametrize(
-    ("line", "group"),
-    [
-        ("merge adapter out", "commands"),
-        ("export rtx_4090 out --target skypilot", "export_targets"),
-    ],
+    ("line", "group"), [("merge adapter out", "commands"), ("export rtx_4090 out --target skypilot", "export_targets")]
 )
 def test_what_is_not_installed_is_one_sentence(line, group, command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -1,11 +1,16 @@
 """Files, splits and blocks of texts, with the built-in tokenizer and rows made here."""
 
+import ast
 import json
+import math
 
 import pytest
+import torch
 
 from hf_memopt.data import embedded
-from hf_memopt.data.sources import load_rows
+from hf_memopt.data.bad_rows import BadRows
+from hf_memopt.data.sample_batches import _content, relative_sizes, sample_lengths, with_positions
+from hf_memopt.data.sources import _by_split, _count_held_out, _files_of_rows, _hold_out_streaming, load_rows
 from hf_memopt.data.tokens import packed
 from hf_memopt.errors import InputError
 
@@ -115,7 +120,203 @@ def test_other_bad_data(jsonl, tmp_path):
         load_rows(str(tmp_path / "rows.xls"))
     with pytest.raises(InputError, match="has no split 'test'"):
         load_rows(jsonl([{"text": "a"}]), split="test")
-    with pytest.raises(InputError, match="leaves none of the 2 rows"):
-        load_rows(jsonl([{"text": "a"}, {"text": "b"}]), held_out=2)
     with pytest.raises(InputError, match="some-hub/name"):
         load_rows("some-hub/name")  # offline: one line, not a traceback
+
+
+# ---- how many rows are held out
+
+
+def test_how_many_rows_are_held_out():
+    """(held_out, rows, whether it is a default) -> the number; None where no row would be left."""
+    for (held_out, rows, adapts), count in {
+        **{(0, 1, False): 0, (0, 9, True): 0, (0.05, 1, False): 0, (1, 1, True): 0, (1, 1, False): None},
+        **{(0.05, 5, False): 1, (0.05, 30, False): 2, (3, 4, False): 3, (4, 4, False): None, (2.9, 4, False): 2},
+        **{(0.9, 2, False): None, (0.5, 2, False): 1, (1, 2, False): 1, (1, 2, True): 1},
+        **{(5, 20, True): 5, (6, 20, True): 1, (6, 20, False): 6, (200, 100, True): 5, (10, 30, True): 2},
+    }.items():
+        if count is None:
+            with pytest.raises(InputError, match=rf"held_out={held_out} leaves none of the {rows} rows of 'x'"):
+                _count_held_out(held_out, rows, adapts, "x")
+        else:
+            assert _count_held_out(held_out, rows, adapts, "x") == count, (held_out, rows, adapts)
+
+
+class Stream(list):
+    """What `datasets` does with a stream, and how many rows are read of it."""
+
+    read = 0
+
+    def __iter__(self):
+        for row in super().__iter__():
+            self.read += 1
+            yield row
+
+    def take(self, count):
+        return Stream(self[:count])
+
+    def skip(self, count):
+        return Stream(self[count:])
+
+    def shuffle(self, seed, buffer_size):
+        return self
+
+
+def test_how_many_rows_of_a_stream_are_held_out():
+    for (held_out, adapts, rows), held in {
+        **{(10, False, 100): 10, (10, False, 10): None, (10, False, 11): 10, (1, False, 1): None, (0, False, 5): 0},
+        **{(0, False, 1001): 0, (0.05, False, 201): 10, (1, False, 5): 1},
+        **{(0.05, False, 500): 25, (0.05, False, 1000): 50, (0.05, False, 1001): 200, (0.05, False, 1): 0},
+        **{(400, True, 1500): 75, (400, True, 1601): 400, (400, True, 1600): 400, (8, True, 1000): 8, (8, True, 9): 1},
+    }.items():
+        if held is None:
+            with pytest.raises(InputError, match="leaves none of the"):
+                _hold_out_streaming(Stream(range(rows)), None, held_out, adapts, 7, 1, "x")
+            continue
+        whole = Stream(range(rows))
+        train, test = _hold_out_streaming(whole, None, held_out, adapts, 7, 1, "x")
+        most = held_out if not adapts and held_out in (0, 1, 10) else 1600 if held_out == 400 else 1000
+        assert whole.read == min(rows, most + 1)
+        assert (train, test or []) == ([*range(held, rows)], [*range(held)]), (held_out, adapts, rows)
+    assert _hold_out_streaming(Stream(range(5)), "test", 2, False, 7, 1, "x") == ([*range(5)], "test")
+    with pytest.raises(InputError, match="'x' is empty: the split has no rows"):
+        _hold_out_streaming(Stream(), None, 0, False, 7, 1, "x")
+
+
+def test_files_of_a_folder_and_their_splits(tmp_path):
+    names = ("train-00.jsonl", "my_dev.json", "valid.csv", "Test_2.jsonl", "evaluation.txt", "latest.jsonl", "a.csv")
+    for name in (*names, ".hidden", "README.md"):
+        (tmp_path / name).touch()
+    files = _files_of_rows(tmp_path)
+    assert [file.name for file in files] == sorted(names)
+    splits = {split: [file.name for file in of] for split, of in _by_split(files).items()}
+    assert splits == {
+        "test": ["Test_2.jsonl", "evaluation.txt"],
+        "train": ["a.csv", "latest.jsonl", "train-00.jsonl"],
+        "validation": ["my_dev.json", "valid.csv"],
+    }
+    (tmp_path / "more").mkdir()
+    assert _files_of_rows(tmp_path) == []
+    (tmp_path / "more").rmdir()
+    (tmp_path / "a.parquet").touch()
+    assert _files_of_rows(tmp_path) == []
+
+
+# ---- lengths
+
+
+class Table(list):
+    column_names = ("pixels",)
+
+
+def test_sizes_of_samples():
+    for value, size in (
+        (torch.zeros(2, 3), 6),
+        (torch.tensor(5), 1),
+        ("abcd", 4),
+        ([[1, 2], [3]], 3),
+        ([1.5, 2], 2),
+        (["ab", "c"], 3),
+        ([], 0),
+        (None, 1),
+        (7, 1),
+        ({"a": "xyz", "b": 5, "c": [torch.zeros(4), torch.zeros(1, 2)]}, 10),
+    ):
+        assert _content(value) == size, value
+    alike, last = Table([{"pixels": "ab"}] * 64), {"pixels": "abcde"}
+    assert relative_sizes(alike) == relative_sizes(Table([*alike, last])) == [2] * 64, "64 stand for all"
+    unlike = Table([last, *alike])
+    assert relative_sizes(unlike) == [5, *[2] * 64] and relative_sizes(unlike, 3) == [5, 2, 2]
+    for row, length in (({"input_ids": [1, 2, 3]}, 3), ({"x": 1}, 1), ([1, 2], 2), (5, 1)):
+        assert sample_lengths([row, row, row], 2) == relative_sizes([row] * 3, 2) == [length, length, 1]
+    with_length = Table()
+    with_length.column_names = ("pixels", "length")
+    with_length.__class__ = type("Named", (Table,), {"__getitem__": lambda self, name: (4, 6)})
+    assert relative_sizes(with_length) == [4, 6]
+    own = type("Own", (), {"sizes": lambda self, most: [most], "lengths": lambda self: [8]})()
+    assert (relative_sizes(own, 9), relative_sizes(own), sample_lengths(own)) == ([9], [math.inf], [8])
+
+
+def test_positions_are_of_the_sample_and_padded_for_all_processes():
+    def batch(length, **more):
+        tokens = torch.ones(2, length, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens, "weights": torch.ones(2), **more}
+
+    for length, processes, padded in ((5, 4, 8), (8, 4, 8), (9, 4, 12), (3, 1, 3)):
+        found = with_positions(lambda rows: batch(rows), processes)(length)
+        missing = padded - length
+        assert found["input_ids"].tolist() == [[1] * length + [0] * missing] * 2
+        assert found["labels"].tolist() == [[1] * length + [-100] * missing] * 2
+        assert found["position_ids"].tolist() == [[*range(length)] + [0] * missing] * 2
+        assert found["weights"].tolist() == [1, 1]
+    own = torch.tensor([[3, 4, 5]] * 2)
+    assert (
+        with_positions(lambda rows: batch(3, position_ids=own), 2)(None)["position_ids"].tolist() == [[3, 4, 5, 0]] * 2
+    )
+
+
+# ---- what is said and asked
+
+
+def test_bad_rows_are_summed_up():
+    for kinds, more in ((1, ""), (5, ""), (6, "; 1 other reasons"), (8, "; 3 other reasons")):
+        counts = {f"why {kind}": kind + 1 for kind in range(kinds)}
+        bad = BadRows(4321, counts, [f"row {kind}: why {kind}" for kind in range(kinds)])
+        shown = "; ".join(f"row {n}: why {n} ({n + 1} row{'s' * (n > 0)})" for n in range(min(kinds, 5)))
+        assert bad.listed() == shown + more
+        assert str(bad) == f"{sum(counts.values())} of 4,321 rows left out: {shown}{more}"
+        bad.refuse(None)
+        with pytest.raises(
+            InputError, match=rf"{sum(counts.values())} of 4,321 rows cannot be .* leave them out by -x"
+        ):
+            bad.refuse("-x")
+    BadRows(1).refuse("-x")
+    with pytest.raises(InputError, match=r"row 0: why .1 row.: none of 1 row can be trained on"):
+        BadRows(1, {"why": 1}, ["row 0: why"]).refuse(None)
+
+
+MODULE = """
+'''About m.'''
+def public(a, b=1):
+    '''{short}'''
+def _private():
+    '''{usual}'''
+async def waits():
+    '''{usual}
+
+    More.'''
+class Kind:
+    '''{longest}'''
+    def method(self):
+        '''{too_long}'''
+    def _hidden(self):
+        '''{usual}'''
+    def bare(self): pass
+class _Own:
+    '''{usual}'''
+VALUE = 1
+"""
+
+
+def test_questions_are_of_documented_functions(monkeypatch):
+    """Of which the first paragraph has 20 to 600 letters."""
+    texts = {"short": "s" * 19, "usual": "u" * 20, "longest": "w " * 299 + "ww", "too_long": "x" * 601}
+    assert len(texts["longest"]) == 600
+    monkeypatch.setattr(embedded, "_modules", lambda: [("m", ast.parse(MODULE.format(**texts)))])
+    assert [question for question, _ in embedded.questions.__wrapped__()] == [
+        *("What does m.waits do?", "What does m.Kind do?"),
+    ]
+    answers = dict(embedded.questions.__wrapped__())
+    assert answers["What does m.waits do?"] == f"{'u' * 20}\n\nSignature: m.waits()"
+    (text,) = [text for text in embedded.documents.__wrapped__() if text.startswith("m\n=\n\nAbout m.")]
+    documented = [line for line in text.splitlines() if line.startswith("m.")]
+    assert documented == ["m.public(a, b=1)", "m.waits()", "m.Kind", "m.Kind.method(self)"]
+    assert f"m.waits()\n    {'u' * 20}\n\n    More.\n\nm.Kind" in text
+    monkeypatch.setattr(embedded, "questions", lambda: [(f"q{n}", f"a{n}\n\nSignature: s") for n in range(41)])
+    pairs = embedded.preferences.__wrapped__()
+    assert [question for question, *_ in pairs] == ["q0", "q8", "q16", "q24", "q32", "q40"]
+    frames = [embedded._FRAMES[place] for place in (0, 1, 2, 3, 0, 1)]
+    answers = [f"a{number}" for number in range(0, 41, 8)]
+    assert [both for _, *both in pairs] == [
+        [chosen + a, not_ + a] for (chosen, not_), a in zip(frames, answers, strict=True)
+    ]

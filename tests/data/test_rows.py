@@ -220,6 +220,15 @@ def test_keys_that_the_template_writes_are_kept(read, tokenizer):
     assert plain["messages"] == [ASK, SAY] and with_tools["messages"] == messages
 
 
+def test_keys_that_say_nothing_are_announced_where_the_template_leaves_them_out(read, caplog):
+    messages = [ASK, {**SAY, "id": 3}]
+    writing = "{% for m in messages %}{{ m.role }}: {{ m.content }} {{ m.id }}\n{% endfor %}"
+    for template, said in ((None, 1), (writing, 0)):
+        caplog.clear()
+        assert read({"messages": messages}, {"messages": messages}, template=template)[1]["messages"] == messages
+        assert caplog.text.count("messages have the key 'id', which the chat template does not use") == said
+
+
 def test_a_template_that_drops_the_system_message(read):
     dropping = (
         "{% for m in messages %}{% if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"

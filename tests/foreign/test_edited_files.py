@@ -2,18 +2,18 @@
 
 import json
 import random
-import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import flags
 
 from hf_memopt.cli.foreign import read_job
 from hf_memopt.data.builtin_model import builtin_model
 from hf_memopt.engines import engine_named
-from hf_memopt.foreign.edits import changes, chosen_keys, edit, planned
+from hf_memopt.foreign.edits import changes, chosen_keys, edit, launched, planned
 from hf_memopt.foreign.key_table import list_tables
 from hf_memopt.foreign.source import read_settings, read_source
 from hf_memopt.planner.choice_jobs import choice_job
@@ -70,8 +70,9 @@ def _same_answer(command, file: Path, hardware: str) -> None:
     edited = file.with_name(f"edited_{file.name}")
     text, strategy = edit(source, keys), ()
     if launcher := plan["edits"]["launcher"]:
-        text, replaced = re.subn(r"accelerate launch .*?(?=\S+\.py\b)", f"{launcher} ", text)
-        strategy = () if replaced else ("--strategy", profile["strategy"])
+        before, text = text, launched(text, launcher) if source.command else text
+        strategy = ("--strategy", profile["strategy"]) if text == before else ()
+        assert (f"+{launcher}" in plan["edits"]["diff"]) == (text != before)
     edited.write_text(text)
     code, output, errors = command("estimate", str(edited), "--hardware", hardware, *strategy, "--json")
     assert code == 0, errors
@@ -253,6 +254,29 @@ def test_what_a_search_changes_stays(tmp_path):
         assert fields.get("max_grad_norm") == norm and fields["bf16"] is True
 
 
+def test_a_command_starts_as_its_plan_says(subtests):
+    """What its own launcher says of machines stays; where another launcher says that, nothing changes."""
+    told = "accelerate launch --use_deepspeed --zero_stage 3"
+    places = '--main_process_port 29501 --machine_rank=$RANK --main_process_ip "$IP" --same_network'
+    for before, after in {
+        "accelerate launch --mixed_precision bf16 sft.py": f"{told} --mixed_precision bf16 sft.py",
+        f"A=1 nohup accelerate launch --multi_gpu {places} \\\n  --use_fsdp \\\n sft.py &": (
+            f"A=1 nohup {told} {places} \\\n sft.py &"
+        ),
+        "/bin/accelerate launch --tee 3 sft.py": f"{told} --tee 3 sft.py",
+        "torchrun --standalone --nproc_per_node=2 sft.py": f"{told} sft.py",
+        "deepspeed --num_gpus 2 sft.py": f"{told} sft.py",
+        "python sft.py --max_length 2": f"{told} sft.py --max_length 2",
+        "torchrun --nproc-per-node 2 --nnodes 2 sft.py": None,
+        "python -u sft.py": None,
+        "python -m torch.distributed.run --nproc_per_node 2 sft.py": None,
+        "trl sft --max_length 2": None,
+    }.items():
+        with subtests.test(before):
+            words = [line.replace("sft.py", "trl/scripts/sft.py") for line in (before, after or before)]
+            assert launched(words[0], told) == words[1]
+
+
 @pytest.mark.slow
 def test_a_file_of_trl_is_started_by_a_launcher(command, tmp_path):
     file = tmp_path / "job.yaml"
@@ -264,5 +288,10 @@ def test_a_file_of_trl_is_started_by_a_launcher(command, tmp_path):
     assert words[:2] == ["accelerate", "launch"] and "fsdp_activation_checkpointing true" not in " ".join(words)
     _, output, _ = command(*arguments)
     assert "start  accelerate launch" in output
+    launch = "accelerate launch --num_processes 8 trl/scripts/sft.py"
+    script = tmp_path / "job.sh"
+    script.write_text(" ".join([launch, *flags(**_TRL, max_length=128, per_device_train_batch_size=2)]))
+    _, output, _ = command("plan", str(script), *arguments[2:])
+    assert f"+{shlex.join(words)} trl/scripts/sft.py" in output and "start  " not in output
     _, output, _ = command("plan", str(file), "--hardware", "rtx_4090", "--json")
     assert json.loads(output)["edits"]["launcher"] is None

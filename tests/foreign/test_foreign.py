@@ -79,12 +79,8 @@ def test_a_shadowed_row_is_never_written():
 EVALUATIONS = {  # a tool's smallest file, what has it evaluate, its batch then, and what has it not
     "llama_factory": (
         {
-            "model_name_or_path": "m",
-            "do_train": True,
-            "stage": "sft",
-            "finetuning_type": "lora",
-            "template": "llama3",
-            "cutoff_len": 64,
+            **{"model_name_or_path": "m", "do_train": True, "stage": "sft", "finetuning_type": "lora"},
+            **{"template": "llama3", "cutoff_len": 64},
         },
         [{"eval_strategy": "steps", "val_size": 0.1}, {"do_eval": True, "val_size": 0.1}],
         ("per_device_eval_batch_size", None),
@@ -378,9 +374,8 @@ def test_an_engine_is_the_same_by_name_file_and_options(name, tmp_path):
 _ENGINE = ("world_size", "training.deepspeed", "training.fsdp", "training.fsdp_config")
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_options_of_the_launcher_that_are_not_modelled_are_refused(subtests):
+    for options, named in [
         ("--use_megatron_lm --megatron_lm_tp_degree 2", "use_megatron_lm"),
         ("--mixed_precision fp8", "fp8"),
         ("--dynamo_backend inductor", "dynamo_backend"),
@@ -390,11 +385,9 @@ _ENGINE = ("world_size", "training.deepspeed", "training.fsdp", "training.fsdp_c
         ("--use_fsdp --parallelism_config_cp_size two", "parallelism_config_cp_size='two'"),
         ("--use_fsdp --num_processes 8 --parallelism_config_cp_size 2", "is not num_processes=8"),
         ("--from_the_future 1", "from_the_future"),
-    ],
-)
-def test_options_of_the_launcher_that_are_not_modelled_are_refused(options, named):
-    with pytest.raises(InputError, match=named):
-        read_source(f"accelerate launch {options} sft.py --model_name_or_path Qwen/Qwen3-0.6B")
+    ]:
+        with subtests.test(options=str(options)), pytest.raises(InputError, match=named):
+            read_source(f"accelerate launch {options} sft.py --model_name_or_path Qwen/Qwen3-0.6B")
 
 
 @pytest.mark.drawn(1)
@@ -492,43 +485,35 @@ def test_odd_values_are_answered_or_refused(name):
                 assert str(error).count("\n") == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "task", "remarks"),
-    [
-        ("beta: 0.1", "dpo", 1),
-        ("beta: 0.1\ndesirable_weight: 2", "kto", 0),
-        ("precompute_ref_log_probs: true\nrpo_alpha: 1", "dpo", 0),
-        ("loss_type: [sigmoid, sft]", "dpo", 0),
-        ("loss_type: sigmoid", "dpo", 0),
-        ("loss_type: dapo", "grpo", 0),
-        ("loss_type: dft", "sft", 0),
-        ("packing: true", "sft", 0),
-        ("learning_rate: 1e-5", "sft", 1),
+def test_trls_trainer_is_the_one_that_has_the_files_settings(tmp_path, subtests):
+    for settings, task, remarks in [
+        *(("beta: 0.1", "dpo", 1), ("beta: 0.1\ndesirable_weight: 2", "kto", 0)),
+        *(("precompute_ref_log_probs: true\nrpo_alpha: 1", "dpo", 0), ("loss_type: [sigmoid, sft]", "dpo", 0)),
+        *(("loss_type: sigmoid", "dpo", 0), ("loss_type: dapo", "grpo", 0), ("loss_type: dft", "sft", 0)),
+        *(("packing: true", "sft", 0), ("learning_rate: 1e-5", "sft", 1)),
         ("num_generations: 4\nbeta: 0.04", "grpo", 1),
         ("num_generations: 4\nnormalize_advantages: true", "rloo", 0),
-        ("center_rewards_coefficient: 0.1", "reward", 0),
-        ("packing: true\nbeta: 0.1", None, 0),
-    ],
-)
-def test_trls_trainer_is_the_one_that_has_the_files_settings(settings, task, remarks, tmp_path):
-    file = tmp_path / "job.yaml"
-    file.write_text(f"model_name_or_path: Qwen/Qwen3-0.6B\noutput_dir: out\n{settings}\n")
-    translation = read_source(str(file)).translate()
-    assert (translation.fields.get("task"), len(translation.approximated)) == (task, remarks)
-    if task is None:
-        with pytest.raises(InputError, match=r"no trainer has all .* trl dpo --config FILE"):
+        *(("center_rewards_coefficient: 0.1", "reward", 0), ("packing: true\nbeta: 0.1", None, 0)),
+    ]:
+        with subtests.test(settings=str(settings)):
+            file = tmp_path / "job.yaml"
+            file.write_text(f"model_name_or_path: Qwen/Qwen3-0.6B\noutput_dir: out\n{settings}\n")
+            translation = read_source(str(file)).translate()
+            assert (translation.fields.get("task"), len(translation.approximated)) == (task, remarks)
+            if task is None:
+                with pytest.raises(InputError, match=r"no trainer has all .* trl dpo --config FILE"):
+                    translation.check()
+                continue
             translation.check()
-        return
-    translation.check()
-    training = translation.spec(seq_len=64).training
-    own = {
-        key: value
-        for key, value in yaml.safe_load(settings).items()
-        if key in ("precompute_ref_log_probs", "loss_type")
-    }
-    assert own.items() <= training.items()
-    if task == "grpo" and remarks:
-        assert training["beta"] == 0.04
+            training = translation.spec(seq_len=64).training
+            own = {
+                key: value
+                for key, value in yaml.safe_load(settings).items()
+                if key in ("precompute_ref_log_probs", "loss_type")
+            }
+            assert own.items() <= training.items()
+            if task == "grpo" and remarks:
+                assert training["beta"] == 0.04
 
 
 def test_the_keys_by_which_a_trainer_is_known_are_fields_of_its_configuration():

@@ -160,10 +160,7 @@ def test_a_key_is_read_as_its_tool_reads_it(tmp_path, subtests):
         (
             "axolotl",
             {"fsdp_version": 2, "fsdp_config": {"offload_params": True}},
-            {
-                "training.fsdp": "full_shard auto_wrap",
-                "training.fsdp_config": {"version": 2, "cpu_offload": True},
-            },
+            {"training.fsdp": "full_shard auto_wrap", "training.fsdp_config": {"version": 2, "cpu_offload": True}},
         ),
         (
             "axolotl",

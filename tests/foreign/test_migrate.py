@@ -71,9 +71,8 @@ def test_what_a_run_takes_is_an_argument_of_the_recipes(tool, table, tmp_path):
         assert _parsed(tmp_path, recipe).given == {"config", *content}
 
 
-@pytest.mark.parametrize(
-    ("tool", "settings", "written", "unwritten"),
-    [
+def test_settings_of_a_run_are_written_or_named(tmp_path, subtests):
+    for tool, settings, written, unwritten in [
         ("axolotl", {"eval_batch_size": 3}, {"per_device_eval_batch_size": 3}, []),
         ("axolotl", {"warmup_ratio": 0.1, "adam_beta2": 0.95}, {"warmup_steps": 0.1, "adam_beta2": 0.95}, []),
         ("axolotl", {"warmup_ratio": 0.1, "warmup_steps": 0}, {"warmup_steps": 0}, ["warmup_ratio"]),
@@ -89,16 +88,15 @@ def test_what_a_run_takes_is_an_argument_of_the_recipes(tool, table, tmp_path):
         ("ms_swift", {"dataset": "a b", "reward_funcs": ["x"]}, {"learning_rate": 1e-4}, ["dataset", "reward_funcs"]),
         ("trl", {"warmup_ratio": 0.1, "adam_beta1": 0.8}, {"warmup_steps": 0.1, "adam_beta1": 0.8}, []),
         ("torchtune", {"lr_scheduler.num_warmup_steps": 100}, {}, ["lr_scheduler.num_warmup_steps"]),
-    ],
-)
-def test_settings_of_a_run_are_written_or_named(tool, settings, written, unwritten, tmp_path):
-    translation = translate(read_table(tool), {**MODEL[tool], **settings}, tmp_path)
-    translation.check()
-    arguments = recipe_arguments(translation.spec(seq_len=64), translation)
-    for name, value in written.items():
-        found = arguments.get(name)
-        assert (found["lora_alpha"] if name == "lora" else found) == value, name
-    assert unwritten is None or sorted(translation.unwritten) == unwritten
+    ]:
+        with subtests.test(tool=str(tool)):
+            translation = translate(read_table(tool), {**MODEL[tool], **settings}, tmp_path)
+            translation.check()
+            arguments = recipe_arguments(translation.spec(seq_len=64), translation)
+            for name, value in written.items():
+                found = arguments.get(name)
+                assert (found["lora_alpha"] if name == "lora" else found) == value, name
+            assert unwritten is None or sorted(translation.unwritten) == unwritten
 
 
 def _accelerate(options, folder):

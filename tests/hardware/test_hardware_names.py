@@ -173,6 +173,35 @@ def test_words_that_name_no_card_are_asked_about(subtests):
             assert message in str(refused.value)
 
 
+def test_a_clouds_machine_is_what_is_in_it(subtests):
+    """Every name alone, as its cloud writes it, and several of them; families of machines are none."""
+    devices = catalog()
+    forms = {"Standard_{}": 1, "AWS {}": 1, "{} (Azure)": 1, "2x {}": 2, "2 nodes of {}": 2, "{} x4": 4}
+    turns = itertools.cycle(forms.items())
+    for (name, cards), (form, times) in zip(device_names._MACHINES.items(), turns, strict=False):
+        count, card = cards.split("x ", 1)
+        assert card in devices
+        for text, number in ((name, 1), (form.format(name), times), (form.format(name.upper()), times)):
+            found = device_names.counted(text, devices)
+            assert (device_names.match(found[0], devices), found[1]) == (card, number * int(count)), text
+    for name, expected in {
+        "p5.48xlarge": ("h100_80gb", 8),
+        "g5.12xlarge": ("a10g", 4),
+        "g6e.24xlarge": ("l40s", 4),
+        "a2-ultragpu-4g": ("a100_80gb", 4),
+        "g2-standard-24": ("l4", 2),
+        "Standard_ND96amsr_A100_v4": ("a100_80gb", 8),
+        "gpu_8x_a100_80gb_sxm4": ("a100_80gb", 8),
+        "gpu_1x_h100_pcie": ("h100_pcie_80gb", 1),
+    }.items():
+        with subtests.test(name):
+            card, count = device_names.counted(name, devices)
+            assert (device_names.match(card, devices), count) == expected
+    for name in ("g5", "p5.96xlarge", "a2-highgpu-3g", "xp5.48xlarge", "p5.48xlarge.v2"):
+        with pytest.raises(InputError, match=f"unknown hardware '{name}'"):
+            device_names.match(device_names.counted(name, devices)[0], devices)
+
+
 def test_machines_have_equally_many_devices(subtests):
     for devices, machines in [(1, 1), (8, 1), (9, 3), (12, 2), (16, 2), (24, 3), (128, 16)]:
         with subtests.test(f"{devices} {machines}"):

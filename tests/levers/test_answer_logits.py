@@ -56,11 +56,7 @@ def answers(trainer):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "fields"),
-    [
-        (llama, {"gradient_accumulation_steps": 4}),
-        (llama, {"eval_strategy": "epoch"}),
-        (with_lora, {}),
-    ],
+    [(llama, {"gradient_accumulation_steps": 4}), (llama, {"eval_strategy": "epoch"}), (with_lora, {})],
 )
 def test_runs_are_the_same(model, fields, tmp_path):
     wanted = train(tmp_path / "plain", model=model, prepare=answers, **fields)

@@ -7,13 +7,7 @@ from peft import LoraConfig
 from test_estimator import CHECKPOINTED, LENGTH
 from test_quantized_jobs import _trainer as trainer_of
 from torch.nn.utils import parametrize
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments, default_data_collator
 
 from benchmarks.profiled_peak import allocator_peak
 from hf_memopt import InputError, MemoryArguments, MemoryTrainer

@@ -3,6 +3,8 @@
 import logging
 import mmap
 import random
+import re
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,7 +15,8 @@ from transformers import TrainerCallback, TrainingArguments
 from hf_memopt import InputError, MemoryMonitor
 from hf_memopt.hardware.detection import host_memory
 from hf_memopt.monitor.growth import GrowthDiagnosis, Observation
-from hf_memopt.monitor.readers import Reader, Reading, peak_resident
+from hf_memopt.monitor.optimizations import OPTIMIZATIONS, Settings, predict_savings, read_settings
+from hf_memopt.monitor.readers import Reader, Reading, peak_resident, process_limited
 
 GIB = 2**30
 
@@ -90,40 +93,69 @@ def test_cuda_figures_are_put_together():
     assert (found.allocated, found.peak_reserved, found.retries) == (10 * GIB, 20 * GIB, 3)
     assert (found.used, found.free, found.capacity) == (22 * GIB, 2 * GIB, 24 * GIB)
     assert found.fragmentation == pytest.approx(0.3)
+    assert reading(8, peak_reserved=0).fragmentation == 0 and reading(6).utilization == 0.25
+    assert reading(8, used=30).free == 0 and reading(8, used=20).to_dict()["free"] == 4 * GIB
+    limited = on_cuda()
+    limited.limit = 5 * GIB
+    assert limited.capacity() == 5 * GIB and limited.allocated() == 10 * GIB
+
+
+def test_metal_reports_no_peaks():
+    reader = Reader("cpu")
+    sizes = {"current_allocated_memory": 3, "driver_allocated_memory": 5, "recommended_max_memory": 11}
+    reader.kind, reader._module = (
+        "mps",
+        SimpleNamespace(**{name: lambda size=size: size for name, size in sizes.items()}),
+    )
+    found = reader.read()
+    assert (found.allocated, found.peak_allocated, reader.allocated(), reader.busy()) == (3, 3, 3, None)
+    assert (found.reserved, found.peak_reserved, found.used, found.capacity, found.retries) == (5, 5, 5, 11, 0)
+
+
+def test_a_process_is_limited_where_its_allocator_can_be(monkeypatch, subtests):
+    """The share of a device of 10 GiB, which is put back; Metal's may be twice what it recommends."""
+    for kind, before, shares in (("xpu", 0.25, {5: 0.5, 40: 1.0}), ("mps", 1.7, {5: 0.5, 40: 2.0})):
+        for gib, share in shares.items():
+            with subtests.test(kind, gib=gib):
+                asked = []
+                module = SimpleNamespace(
+                    get_per_process_memory_fraction=lambda device: 0.25,
+                    get_device_properties=lambda device: SimpleNamespace(total_memory=10 * GIB),
+                    recommended_max_memory=lambda: 10 * GIB,
+                    set_per_process_memory_fraction=lambda share, device=None, asked=asked: asked.append(share),
+                )
+                monkeypatch.setattr(torch, kind, module)
+                with process_limited(SimpleNamespace(type=kind), gib) as is_limited:
+                    assert is_limited and asked == [share]
+                assert asked == [share, before]
+    for kind, gib in (("cpu", 5), ("xpu", None)):
+        with process_limited(SimpleNamespace(type=kind), gib) as is_limited:
+            assert not is_limited
 
 
 def test_unified_memory_counts_the_host():
-    available = psutil.virtual_memory().available
-    expected = min(24 * GIB, 22 * GIB + available)
-    assert on_cuda(integrated=True).read().capacity == pytest.approx(expected, rel=0.02)
+    """24 GiB of which 22 are used, also by what the host holds beside this process."""
+    for available, capacity in ((GIB, 23 * GIB), (2 * GIB, 24 * GIB), (3 * GIB, 24 * GIB)):
+        assert on_cuda(integrated=True)._read_cuda({"host_available": available})["capacity"] == capacity
 
 
-@pytest.mark.parametrize(
-    ("profile", "shares"),
-    [
-        ("aggressive", (0.92, 0.94, 0.96, 0.98)),
-        ("balanced", (0.90, 0.92, 0.95, 0.97)),
-        ("conservative", (0.85, 0.88, 0.92, 0.95)),
-    ],
-)
-def test_profiles(profile, shares):
-    monitor = MemoryMonitor(profile=profile)
-    found = (
-        monitor.target_utilization,
-        monitor.warning_threshold,
-        monitor.critical_threshold,
-        monitor.emergency_threshold,
-    )
-    assert found == shares
-    names = [monitor.status(share) for share in (0.5, shares[1], shares[2], shares[3], 1.2)]
-    assert names == ["normal", "warning", "critical", "emergency", "emergency"]
+PROFILES = {
+    "aggressive": (0.92, 0.94, 0.96, 0.98),
+    "balanced": (0.90, 0.92, 0.95, 0.97),
+    "conservative": (0.85, 0.88, 0.92, 0.95),
+    None: (0.5, 0.6, 0.7, 0.8),
+}
 
 
-def test_thresholds_by_keyword_and_refused():
-    monitor = MemoryMonitor(
-        target_utilization=0.5, warning_threshold=0.6, critical_threshold=0.7, emergency_threshold=0.8
-    )
-    assert monitor.status(0.75) == "critical"
+def test_profiles_and_thresholds(subtests):
+    names = ("target_utilization", "warning_threshold", "critical_threshold", "emergency_threshold")
+    for profile, shares in PROFILES.items():
+        with subtests.test(profile):
+            own = {} if profile else dict(zip(names, shares, strict=True))
+            monitor = MemoryMonitor(profile=profile or "balanced", **own)
+            assert tuple(getattr(monitor, name) for name in names) == shares
+            begins = {monitor.status(share): monitor.status(share - 1e-9) for share in shares[1:]}
+            assert begins == {"warning": "normal", "critical": "warning", "emergency": "critical"}
     with pytest.raises(InputError, match="must rise"):
         MemoryMonitor(warning_threshold=0.99)
     with pytest.raises(InputError, match="Did you mean 'conservative'"):
@@ -144,13 +176,38 @@ def test_health_and_breakdown():
     assert found["host"]["available_bytes"] > 0
 
 
-def test_recommendations_name_fragments_and_other_processes():
+ADVICE = {
+    "another process": [("warning", 18, {"used": 18 + 2.5}), ("normal", 18, {"used": 23})],
+    "expandable_segments": [
+        ("critical", 20, {"reserved": 13.25, "peak_allocated": 10}),
+        ("warning", 1, {"reserved": 2}),
+    ],
+    "longer samples": [("warning", 18, {})],
+    "activation_checkpointing": [("critical", 18, {}), ("emergency", 18, {})],
+    "per_device_train_batch_size=2 ": [("critical", 18, {}), ("emergency", 18, {})],
+}
+NO_ADVICE = {
+    "another process": [("warning", 18, {"used": 18 + 2.4}), ("normal", 18, {"used": 20, "reserved": 19})],
+    "expandable_segments": [("critical", 20, {"reserved": 13, "peak_allocated": 10}), ("normal", 1, {"reserved": 2})],
+    "longer samples": [("critical", 18, {}), ("normal", 18, {})],
+    "activation_checkpointing": [("warning", 18, {}), ("normal", 18, {})],
+    "per_device_train_batch_size": [("warning", 18, {}), ("normal", 18, {})],
+}
+
+
+def test_what_is_recommended(subtests):
     monitor = MemoryMonitor(device="cpu")
-    monitor.reader.kind = "cuda"
-    shown = " ".join(monitor._recommendations("critical", reading(20, reserved=23, peak_allocated=15, used=23.9), 1))
-    assert "expandable_segments" in shown
-    shown = " ".join(monitor._recommendations("warning", reading(18, used=23), 4))
-    assert "another process holds 5.0 GiB" in shown
+    for cases, wanted in ((ADVICE, True), (NO_ADVICE, False)):
+        for text, situations in cases.items():
+            for status, allocated, more in situations:
+                with subtests.test(text, status=status, **more):
+                    monitor.reader.kind = "cuda"
+                    given = monitor._recommendations(status, reading(allocated, **more), 5)
+                    assert (text in " ".join(given)) is wanted
+                    monitor.reader.kind = "cpu"  # whose processes share their memory with all others
+                    given = " ".join(monitor._recommendations(status, reading(allocated, **more), 1))
+                    assert not re.search("another process|expandable_segments|per_device_train_batch_size", given)
+    assert "per_device_train_batch_size=1 " in monitor._recommendations("critical", reading(20), 2)[0]
 
 
 @pytest.mark.slow
@@ -200,51 +257,86 @@ GUIDE = {
 ALL = {"activation_checkpointing", "flash_attention", "mixed_precision", "8bit_optimizer", "zero", "cpu_offload"}
 
 
-@pytest.mark.parametrize(
-    ("config", "enabled"),
-    [
-        (GUIDE, {"activation_checkpointing", "flash_attention", "mixed_precision", "zero"}),
-        (
-            {
-                "model": {"use_flash_attention": False},
-                "training": {"deepspeed": {"zero_stage": 3, "cpu_offload": True}},
-            },
-            {"zero", "cpu_offload"},
-        ),
-        (
-            {"training": {"deepspeed": {"use_deepspeed": False, "zero_stage": 1}, "optimizer": "adamw_8bit"}},
-            {"flash_attention", "8bit_optimizer"},
-        ),
-        (
-            {"bf16": True, "attn_implementation": "eager", "optim": "adamw_8bit", "activation_checkpointing": True},
-            {"activation_checkpointing", "mixed_precision", "8bit_optimizer"},
-        ),
-        (
-            {
-                "bf16": {"enabled": True},
-                "attn_implementation": "flash_attention_2",
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-            },
-            {"flash_attention", "mixed_precision", "zero", "cpu_offload"},
-        ),
-        ({"deepspeed": "zero3_offload_cpu"}, {"flash_attention", "zero", "cpu_offload"}),
-        ({"deepspeed": {"zero_optimization": {"stage": 0}}}, {"flash_attention"}),
-        ({"fsdp": True, "fsdp_config": {"version": 2}}, {"flash_attention", "zero"}),
-    ],
+CONFIGURATIONS = (
+    (GUIDE, {"activation_checkpointing", "flash_attention", "mixed_precision", "zero"}),
+    (
+        {
+            "model": {"use_flash_attention": False},
+            "training": {"deepspeed": {"zero_stage": 3, "cpu_offload": True}},
+        },
+        {"zero", "cpu_offload"},
+    ),
+    (
+        {"training": {"deepspeed": {"use_deepspeed": False, "zero_stage": 1}, "optimizer": "adamw_8bit"}},
+        {"flash_attention", "8bit_optimizer"},
+    ),
+    (
+        {"bf16": True, "attn_implementation": "eager", "optim": "adamw_8bit", "activation_checkpointing": True},
+        {"activation_checkpointing", "mixed_precision", "8bit_optimizer"},
+    ),
+    (
+        {
+            "bf16": {"enabled": True},
+            "attn_implementation": "flash_attention_2",
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        },
+        {"flash_attention", "mixed_precision", "zero", "cpu_offload"},
+    ),
+    ({"deepspeed": "zero3_offload_cpu"}, {"flash_attention", "zero", "cpu_offload"}),
+    ({"deepspeed": {"zero_optimization": {"stage": 0}}}, {"flash_attention"}),
+    ({"fsdp": True, "fsdp_config": {"version": 2}}, {"flash_attention", "zero"}),
+    ({"fp16": True, "zero_stage": 0}, {"flash_attention", "mixed_precision"}),
+    ({"use_flash_attention": False, "attn_implementation": "sdpa"}, {"flash_attention"}),
+    ({"zero_stage": 1}, {"flash_attention", "zero"}),
 )
-def test_optimizations_of_any_configuration(config, enabled):
-    found = MemoryMonitor(device="cpu").track_memory_optimizations(config)
-    assert found.keys() == ALL
-    assert {name for name, about in found.items() if about["enabled"]} == enabled
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [({"mixed_precision": "fp17"}, "mixed_precision.*'fp17'"), ({"training": {"zero_stage": 4}}, "zero_stage.*'4'")],
-)
-def test_optimizations_that_do_not_exist(config, message):
-    with pytest.raises(InputError, match=message):
-        MemoryMonitor(device="cpu").track_memory_optimizations(config)
+def test_optimizations_of_any_configuration(subtests):
+    for config, enabled in CONFIGURATIONS:
+        with subtests.test(config=config):
+            found = MemoryMonitor(device="cpu").track_memory_optimizations(config)
+            assert found.keys() == ALL
+            assert {name for name, about in found.items() if about["enabled"]} == enabled
+    for config, message in (
+        ({"mixed_precision": "fp17"}, "mixed_precision.*'fp17'"),
+        ({"training": {"zero_stage": 4}}, "zero_stage.*'4'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            MemoryMonitor(device="cpu").track_memory_optimizations(config)
+
+
+def test_settings_of_any_configuration():
+    """Only the first of two precisions, sections that are one value, and what a switch leaves."""
+    assert read_settings({"mixed_precision": "fp16", "fp16": True, "bf16": True, "optim": "sgd"}).fields == {
+        **{"optim": "sgd", "bf16": True}
+    }
+    assert read_settings({"optimizer": {"type": "AdamW"}, "batch_size": "4", "training": {"micro_batch_size": 3}}) == (
+        Settings({"per_device_train_batch_size": 3})
+    )
+    for config, stage, offloads in (
+        ({"cpu_offload": True}, 2, True),
+        ({"zero_stage": 3, "nvme_offload": "true"}, 3, True),
+        ({"zero_stage": 1, "cpu_offload": False}, 1, False),
+    ):
+        zero = read_settings(config).fields["deepspeed"]["zero_optimization"]
+        assert (zero["stage"], "offload_optimizer" in zero) == (stage, offloads)
+    assert [read_settings({"attention_type": name}).attention for name in ("flash", "other")] == ["sdpa", None]
+    for fields, stage in (({}, 2), ({"zero_stage": 1}, 1), ({"fsdp": True, "fsdp_config": {"version": 2}}, 3)):
+        on = OPTIMIZATIONS["cpu_offload"].switch_on(read_settings({**fields, "optim": "adamw_8bit"}))
+        assert on.fields["optim"] == "adamw_torch" and "fsdp" not in on.fields
+        assert on.fields["deepspeed"]["zero_optimization"]["stage"] == stage
+        assert on.fields["deepspeed"]["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    asked = []
+
+    def peak(settings):
+        asked.append(settings.fields.get("bf16"))
+        if "8bit" in settings.fields.get("optim", ""):
+            raise InputError("none here")
+        return 100 - 30 * bool(settings.fields.get("bf16")) - 20 * (settings.attention == "sdpa")
+
+    savings = list(predict_savings(Settings({"bf16": True}, "sdpa"), peak))
+    assert [one["memory_savings"] for one in savings] == [0, 20, 30, None, 0, 0]
+    assert savings[3]["not_predicted"] == "none here" and len(asked) == 7
 
 
 @pytest.mark.slow
@@ -303,9 +395,41 @@ def scenario(kind: str | None, steps: int = 60) -> GrowthDiagnosis:
     return found
 
 
-@pytest.mark.parametrize("kind", ["leak", "fragmentation", "longer data", "other process", None])
-def test_causes_of_growth_are_distinguished(kind):
-    assert scenario(kind).label() == kind
+def test_causes_of_growth_are_distinguished(subtests):
+    for kind in ("leak", "fragmentation", "longer data", "other process", None):
+        with subtests.test(kind):
+            assert scenario(kind).label() == kind
+
+
+def _growth(capacity: int, **series) -> str | None:
+    found, nothing = GrowthDiagnosis(capacity), dict.fromkeys(("resting", "peak", "reserved", "elements"), 0)
+    for values in zip(*series.values(), strict=True):
+        found.observe(Observation(**nothing | dict(zip(series, values, strict=True))))
+    return found.label()
+
+
+def test_how_much_has_to_grow():
+    """A fiftieth of the capacity, twice what neighbors differ by, in three steps of each quarter."""
+
+    def steps(*quarters, noise=0):
+        return [size + noise * (number == 1) for size in quarters for number in range(3)]
+
+    for label, capacity, series in (
+        ("leak", 1000, {"resting": steps(0, 7, 14, 20)}),
+        (None, 1000, {"resting": steps(0, 7, 14, 19)}),
+        (None, 1000, {"resting": steps(0, 7, 14, 20)[1:]}),
+        (None, 1000, {"resting": steps(0, 20, 20, 20)}),
+        ("leak", 100, {"resting": steps(0, 7, 14, 20, noise=10)}),
+        (None, 100, {"resting": steps(0, 7, 14, 19, noise=10)}),
+        ("other process", 1000, {"used_elsewhere": steps(0, 20, 20, 20)}),
+        (None, 1000, {"used_elsewhere": [*steps(0, 0, 0, 0), 90]}),
+        ("fragmentation", 1000, {"reserved": steps(5, 25, 25, 25)}),
+        (None, 1000, {"reserved": steps(5, 25, 25, 25), "peak": steps(5, 25, 25, 25)}),
+        ("longer data", 1000, {"peak": steps(5, 25, 25, 25), "reserved": [99] * 12, "elements": steps(1, 3, 3, 3)}),
+        (None, 1000, {"peak": steps(5, 25, 25, 25), "reserved": [99] * 12, "elements": steps(3, 1, 1, 1)}),
+        (None, 1000, {"peak": steps(5, 25, 25, 25), "reserved": [99] * 12, "elements": steps(1, 3, 1, 3)}),
+    ):
+        assert _growth(capacity, **series) == label, series
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import time
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,8 @@ from test_monitor import GIB
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_memopt import InputError, MemoryArguments, MemoryCallback, MemoryMonitor, MemoryTrainer
+from hf_memopt.monitor import snapshot_callback
 from hf_memopt.monitor.readers import Reading, peak_resident
-from hf_memopt.trainer.step.batch_limit import BatchLimit
 
 # ---- the callback
 
@@ -195,21 +196,6 @@ def test_dynamic_batches_keep_the_effective_batch(tmp_path, capsys):
         trainer(3)
 
 
-def test_no_chunk_is_smaller_than_the_fewest_samples():
-    limit = BatchLimit(patience=1, min_samples=4)
-    assert limit.halve(16, 1600) == 8 and limit.halve(8, 800) == 4 and limit.halve(4, 400) == 4
-    assert limit.chunk_size(16, 1600) == 4 and limit.chunk_size(3, 10**6) == 3
-
-
-def test_chunks_grow_in_steps():
-    """Twice as many samples at most, each time after quiet steps: the guides' smooth_transitions."""
-    limit, sizes = BatchLimit(patience=3, first_samples=2), []
-    for step in range(12):
-        sizes.append(limit.chunk_size(16, 1600))
-        assert limit.count_quiet_step(plenty=True) == (step % 3 == 2 and sizes[-1] < 16)
-    assert sizes == [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3
-
-
 def test_figures_for_trackers():
     """GiB and shares to four digits; a speed where tokens came since the last figures."""
     callback = MemoryCallback(predicted_peak_bytes=3 * GIB + 1)
@@ -249,3 +235,78 @@ def test_the_peak_of_a_step_counts_where_it_is_newer_than_training():
         callback.near_peak = near
         reading = Reading(allocated, 0, peak, 0, 0, 1, 0, 0, 0)
         assert callback._at_peak(reading).allocated == seen
+
+
+class Recording:
+    """Stands for a profiler, and notes what is asked of it."""
+
+    def __init__(self, model) -> None:
+        self.asked = self.every
+
+    def begin(self):
+        self.asked.append("begin")
+
+    def end(self):
+        self.asked.append("end")
+
+    def label(self, text):
+        pass
+
+    def write(self, path, metadata):
+        self.asked.append((path.name, deepcopy(metadata)))
+        return path
+
+
+def test_which_steps_are_recorded(tmp_path, monkeypatch):
+    """Steps 2 and 4 to 5 of six, by the first process; each file with the marks and the owners of its steps."""
+    monkeypatch.setattr(snapshot_callback, "_ProfilerRecorder", Recording)
+    for rank, first in ((0, True), (3, True), (0, False)):
+        Recording.every = asked = []
+        model, args = torch.nn.Linear(3, 2), SimpleNamespace(device=torch.device("cpu"), output_dir=str(tmp_path))
+        args.process_index, state = rank, SimpleNamespace(global_step=0, is_world_process_zero=first)
+        callback = snapshot_callback.SnapshotCallback("2,4-5")
+        optimizer = SimpleNamespace(state={0: {"exp_avg": torch.zeros(6), "step": 3}})
+        callback.on_train_begin(args, state, None, model=model)
+        for step in range(6):
+            callback.on_step_begin(args, state, None, optimizer=optimizer)
+            model(torch.ones(1, 3)).sum().backward()
+            callback.on_pre_optimizer_step(args, state, None, model=model)
+            callback.on_optimizer_step(args, state, None, optimizer=optimizer)
+            state.global_step = step + 1
+            callback.on_step_end(args, state, None)
+        written = [one for one in asked if isinstance(one, tuple)]
+        assert [one for one in asked if isinstance(one, str)] == ["begin", "end"] * 2 * first
+        suffix = f"_rank_{rank}" if rank else ""
+        names = [f"memory_snapshot_step_{step}{suffix}" for step in (2, 5)] * first
+        assert [name for name, _ in written] == [file.name for file in callback.files] == names
+        for (_, metadata), steps in zip(written, (["2"], ["4", "5"]) * first, strict=True):
+            marks = [text for _, _, text in metadata["marks"]]
+            phases = ["forward", "forward", "backward", "optimizer", "between"]
+            assert marks == [text for step in steps for text in (step, *phases)] + ["end"]
+            assert [kind for _, kind, _ in metadata["marks"]].count("step") == len(steps) + 1
+            owners = {(kind, name): size for _, _, size, kind, name in metadata["owners"]}
+            assert owners == {
+                **{("parameters", "weight"): 24, ("parameters", "bias"): 8, ("gradients", "weight"): 24},
+                **{("gradients", "bias"): 8, ("optimizer_states", "exp_avg of weight 0"): 24},
+            }
+            assert len(metadata["owners"]) == 3 + 3 * len(steps)
+            assert (metadata["version"], metadata["device"], metadata["reason"]) == (1, "cpu", f"step {steps[-1]}")
+            assert all(abs(time.time() - moment / 1e6) < 60 for moment, *_ in metadata["marks"] + metadata["owners"])
+
+
+def test_no_more_than_three_failures_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_callback, "_ProfilerRecorder", Recording)
+    Recording.every = asked = []
+    args = SimpleNamespace(device=torch.device("cpu"), output_dir=str(tmp_path / "new"), process_index=0)
+    state = SimpleNamespace(global_step=1, is_world_process_zero=True)
+    callback = snapshot_callback.SnapshotCallback("2")
+    callback.on_train_begin(args, state, None, model=torch.nn.Linear(3, 2))
+    callback.out_of_memory()  # nothing is recorded yet
+    assert not asked
+    for _ in range(4):
+        callback.on_step_begin(args, state, None)
+        callback.out_of_memory()
+    written = [one for one in asked if isinstance(one, tuple)]
+    assert [name for name, _ in written] == [f"memory_snapshot_oom_{number}" for number in (1, 2, 3)]
+    assert {metadata["reason"] for _, metadata in written} == {"out of memory in step 2"}
+    assert callback._recorder is None and not callback._hooks

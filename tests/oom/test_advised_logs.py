@@ -159,21 +159,12 @@ def _message(rng: random.Random) -> tuple[str, dict]:
 
 
 SAVES = (
-    "save_ckpt",
-    "fsdp_save_ckpt",
-    "_save_checkpoint_sync",
-    "save_model_weights",
-    "dump_checkpoint",
+    *("save_ckpt", "fsdp_save_ckpt", "_save_checkpoint_sync", "save_model_weights", "dump_checkpoint"),
     "save_ema_model",
 )
 SAVES += ("export_hf_model", "save_lora_weights", "consolidate_full_state", "get_model_state_dict", "save_optimizer")
 NO_SAVES = (
-    "save_on_cpu",
-    "pack_hook",
-    "save_for_backward",
-    "load_checkpoint_state",
-    "resave",
-    "saved_tensors_forward",
+    *("save_on_cpu", "pack_hook", "save_for_backward", "load_checkpoint_state", "resave", "saved_tensors_forward"),
 )
 
 

@@ -36,19 +36,6 @@ def test_zero3_gathers_what_is_outside_the_layers():
     assert _needs(SKETCH, replace(ZERO3, strategy="fsdp2"), 1) == 12 * GIB
 
 
-@pytest.mark.parametrize(
-    ("choice", "gibs", "certain"),
-    [
-        (ZERO3, 16, True),
-        (ZERO3, 18, False),
-        (replace(ZERO3, strategy="zero3_offload_cpu"), 5, False),
-        (replace(ZERO3, strategy="fsdp2"), 5, False),
-    ],
-)
-def test_only_deepspeed_far_below_the_limit_needs_no_estimate(choice, gibs, certain):
-    assert combination(choice, gibs * GIB).certain == certain
-
-
 def test_a_sketch_says_about():
     certain = combination(ZERO3, 16 * GIB)
     assert _estimates([certain]) == [None]

@@ -109,10 +109,7 @@ def test_smaller_frames_leave_room_for_more(job):
 @pytest.mark.slow
 def test_the_command_line(folder, command):
     code, out, err = command(
-        "plan",
-        folder,
-        *flags(hardware="rtx_3070", method="lora", frames="max", set="frame_size=56x56"),
-        "--json",
+        "plan", folder, *flags(hardware="rtx_3070", method="lora", frames="max", set="frame_size=56x56"), "--json"
     )
     assert code == 0, err
     (row,) = json.loads(out)["frames"]
@@ -156,29 +153,16 @@ def test_a_model_with_few_positions_has_few_frames(job, monkeypatch):
     assert fit.max_frames == 10
 
 
-def _the_most_frames_that_are_looked_at_are_those_of_the_models_positions(
-    two, four, positions, merged, most, monkeypatch
-):
-    monkeypatch.setattr(frames, "_tokens", lambda job, count: {2: two, 4: four}[count])
-    text = SimpleNamespace(max_position_embeddings=positions)
-    job = SimpleNamespace(
-        config=SimpleNamespace(get_text_config=lambda: text),
-        video=SimpleNamespace(temporal_patch_size=lambda config: merged),
-    )
-    search = frames._search(job, 10**9, lambda text: None)
-    assert max(search.candidates, default=0) == most and search.tokens(12) == two + 5 * (four - two)
-    assert set(search.candidates) == set(range(merged, most + 1, merged))
-
-
 def test_the_most_frames_that_are_looked_at_are_those_of_the_models_positions(monkeypatch, subtests):
     for two, four, positions, merged, most in [
-        (20, 40, 1000, 2, 100),
-        (20, 40, 1009, 1, 100),
-        (20, 40, 1010, 1, 101),
-        (20, 40, 19, 2, 0),
+        *((20, 40, 1000, 2, 100), (20, 40, 1009, 1, 100), (20, 40, 1010, 1, 101), (20, 40, 19, 2, 0)),
         (20, 40, 20, 2, 2),
     ]:
         with subtests.test(positions=positions, merged=merged):
-            _the_most_frames_that_are_looked_at_are_those_of_the_models_positions(
-                two, four, positions, merged, most, monkeypatch
-            )
+            monkeypatch.setattr(frames, "_tokens", lambda job, count: {2: two, 4: four}[count])  # noqa: B023
+            text = SimpleNamespace(max_position_embeddings=positions)
+            video = SimpleNamespace(temporal_patch_size=lambda config: merged)  # noqa: B023
+            job = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text), video=video)  # noqa: B023
+            search = frames._search(job, 10**9, lambda text: None)
+            assert max(search.candidates, default=0) == most and search.tokens(12) == two + 5 * (four - two)
+            assert set(search.candidates) == set(range(merged, most + 1, merged))

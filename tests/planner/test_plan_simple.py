@@ -9,7 +9,6 @@ from test_plan import config, least, spec_for
 
 from hf_memopt import InputError, plan
 from hf_memopt.cli.answer_printed import host_lines
-from hf_memopt.cli.plan_printed import _print_methods, _print_profiles
 from hf_memopt.estimator.architectures import load_config
 from hf_memopt.estimator.result import Estimate
 from hf_memopt.estimator.spec_job import preset_spec, spec_job
@@ -19,11 +18,10 @@ from hf_memopt.hardware import list_hardware
 from hf_memopt.hardware.catalog import catalog_entry
 from hf_memopt.hardware.host_memory import HostMemory, assumed_host_memory, own_host_memory
 from hf_memopt.job.spec import JobSpec
-from hf_memopt.levers.arguments import PLAN_PROFILES
 from hf_memopt.planner import alternatives, streamed_weights
 from hf_memopt.planner import plan as plans
 from hf_memopt.planner import search as search_module
-from hf_memopt.planner.alternatives import Alternative, _families, left_out, plain_alternative
+from hf_memopt.planner.alternatives import _families, left_out, plain_alternative
 from hf_memopt.planner.choice_jobs import baseline_jobs, start_search
 from hf_memopt.planner.choices import Choice, list_choices
 from hf_memopt.planner.devices import resolve_preset
@@ -223,58 +221,6 @@ def test_why_safe_depends_on_the_host_is_said():
     for hardware, says in (("rtx_4090", True), ("apple_m2_16gb", False)):  # which has no memory but the device's
         profile = SimpleNamespace(name="balanced", choice=choice, preset=resolve_preset(hardware, "lora"))
         assert ("without host memory" in _safe_left_out([profile])[0].reason) == says
-
-
-# ---- tables
-
-
-def _made(*summaries: str, methods=(), host=None):
-    estimate = Estimate(1, 1, 3 * GIB, 5 * GIB, "forward", {"parameters": 2 * GIB}, {}, 2**40, {}, ())
-    profiles = [
-        SimpleNamespace(
-            name=name,
-            share=share,
-            choice=SimpleNamespace(text=text, offloads=0),
-            summary=text,
-            estimate=estimate,
-            tokens_per_second=1000.0,
-        )
-        for (name, (_, share)), text in zip(PLAN_PROFILES.items(), summaries, strict=True)
-    ]
-    spec = SimpleNamespace(host_memory=host, preset=SimpleNamespace(method="lora"))
-    return SimpleNamespace(profiles=profiles, plain=None, methods=list(methods), spec=spec)
-
-
-def _alternative(method: str) -> Alternative:
-    return Alternative(
-        method=method,
-        settings="micro-batch 1 × 8",
-        device_bytes=4 * GIB,
-        estimated=False,
-        fits=True,
-        relative_time=1.25,
-        tokens_per_second=800.0,
-    )
-
-
-def test_identical_profiles_are_one_row(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    _print_profiles(_made("a", "a", "a", "a"))
-    out = capsys.readouterr().out
-    assert "every profile" in out and "85% 90% 92% 94%" in out
-    made = _made("a", "a", "b", "b")
-    made.plain = _alternative("lora")
-    _print_profiles(made)
-    out = capsys.readouterr().out
-    assert "safe, balanced " in out and "aggressive and above" in out
-    assert "plain alternative" in out and "about 4.00 GiB" in out and "1.25 × the time" in out
-
-
-def test_methods_stand_beside_each_other(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    _print_methods(_made("a", "a", "a", "a", methods=[_alternative("lora"), _alternative("qlora")]))
-    out = capsys.readouterr().out
-    assert "lora (planned)" in out and "qlora " in out and "qlora (planned)" not in out and "800" in out
 
 
 @pytest.mark.slow

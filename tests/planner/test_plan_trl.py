@@ -1,7 +1,6 @@
 """plan(task=…): TRL's trainers, with the reference's part, groups of completions and vLLM's share as choices."""
 
 import dataclasses
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -27,28 +26,6 @@ def spec(task, method="full", batch=16, hardware="rtx_4090", **fields):
     made = spec_for(config(4), method, 96, hardware, batch)
     short = {"max_completion_length": 32} if task in ("grpo", "rloo") else {}
     return dataclasses.replace(made, task=task, training=made.training | short | fields)
-
-
-def test_a_reference_is_precomputed_or_beside_the_model():
-    """Adapters need none, and a sharded model cannot have one beside it."""
-    of = lambda *args, strategy="none", **fixed: [  # noqa: E731
-        (part.reference, part.precomputed) for part in space(*args, **fixed).choices(strategy, 2, 4)
-    ]
-    assert of("dpo") == [(True, False), (False, True)]
-    assert of("kto", strategy="zero3") == [(False, True)]
-    assert of("dpo", "lora") == [(False, False)]
-    assert of("dpo", precompute_ref_log_probs=False) == [(True, False)]
-    assert of("dpo", precompute_ref_log_probs=True) == of("reward") == [(False, False)]
-    assert of("dpo", strategy="fsdp2", precompute_ref_log_probs=False) == []
-
-
-def test_what_is_generated_at_once_is_whole_groups():
-    """And an optimizer step whole generations, as TRL's configuration checks it."""
-    for micro, devices, accumulation in itertools.product((1, 2, 3, 4, 8), (1, 2), (1, 2, 4, 8, 12)):
-        for part in space(devices=devices, num_generations=4).choices("none", micro, accumulation):
-            assert part.steps_per_generation * micro * devices % 4 == 0
-            assert part.generations * part.steps_per_generation == accumulation
-    assert not list(space(num_generations=4).choices("none", 1, 2)), "half a group"
 
 
 def test_vllm_gets_the_weights_and_the_cache_of_its_completions():
@@ -161,18 +138,3 @@ def test_the_command_of_a_plan_is_what_the_recipe_reads(tmp_path):
         parsed = parse(words, own=AnswerArguments, config_class=trl_class("SFTConfig"))
         assert parsed.recipe.max_length == 64 and parsed.training["packing"] is True
         check_with_trl(parsed.memory, "SFTTrainer")
-
-
-def test_the_samples_of_a_step_are_whole_groups():
-    def whole(batch, devices=1, **fixed):
-        return TrlSpace(task="grpo", method="full", devices=devices, fixed=fixed).whole_batch(batch)
-
-    assert whole(None, 3, num_generations=2) % 6 == 0 and whole(12, num_generations=2) == 12
-    assert TrlSpace(task="sft", method="full", devices=1, fixed={}).whole_batch(7) == 7
-    for batch, group, message in (
-        (None, 1, "num_generations=1 must be at least 2"),
-        (None, "4", "num_generations=4 must be at least 2"),
-        (9, 2, "effective_batch_size=9 counts completions and must be a multiple of num_generations=2"),
-    ):
-        with pytest.raises(InputError, match=message):
-            whole(batch, num_generations=group)

@@ -6,16 +6,18 @@ import shlex
 from dataclasses import replace
 
 import pytest
+import yaml
 from random_jobs import random_job
 from test_plan import config, least, spec_for
 
 from hf_memopt.cli.changes import _words, fitting_changes
 from hf_memopt.cli.estimate import settle_job
+from hf_memopt.cli.foreign import read_job
 from hf_memopt.cli.settings import command_spec
 from hf_memopt.errors import InputError
 from hf_memopt.estimator.api import estimate_job
 from hf_memopt.estimator.spec_job import spec_job
-from hf_memopt.job.spec import JobSpec, Tool
+from hf_memopt.job.spec import JobSpec
 from hf_memopt.planner import plan
 from hf_memopt.planner.plan import plan_job
 from hf_memopt.planner.proposals import Proposal
@@ -104,19 +106,19 @@ def test_estimate_and_plan_propose_the_same_and_it_fits(number, tmp_path):
         assert after.fits and after.device_bytes == needed, text
 
 
-_TOOL = Tool(name="TRL", features=frozenset({"optim.adamw_torch", "training.activation_checkpointing"}))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"tool": _TOOL}, {"training": {"optim": "adamw_torch"}}])
-def test_where_nothing_fits_changes_are_looked_for_once(more, monkeypatch):
+@pytest.mark.parametrize("of_trl", [True, False])
+def test_where_nothing_fits_changes_are_looked_for_once(of_trl, monkeypatch, tmp_path):
     """With what another tool's file leaves open, and of a method that was chosen among several."""
-    asked = []
+    asked, file = [], tmp_path / "job.yaml"
     monkeypatch.setattr(plan, "nearest_changes", lambda spec, *_: asked.append(spec) or [Proposal(["x"], 1)])
     small = config(2, vocab_size=200)
     memory = least(spec_for(small, seq_len=256)) // 2
-    spec = JobSpec(model=small, hardware="cpu", method="full", seq_len=256, effective_batch_size=4, memory=memory)
-    made = plan.plan_job(left_open(replace(spec, **more)) if "tool" in more else replace(spec, **more))
+    small.save_pretrained(tmp_path)
+    file.write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path), "dataset_name": "rows", "max_length": 256}))
+    given = {"hardware": "cpu", "effective_batch_size": 4, "memory": memory}
+    spec = JobSpec(model=small, method="full", seq_len=256, training={"optim": "adamw_torch"}, **given)
+    made = plan.plan_job(left_open(read_job(str(file), "full", None, **given)[0]) if of_trl else spec)
     assert not made.profiles and made.nearest == ["x: 0.00 GiB"]
     assert len(asked) == 1 and "optim" not in asked[0].training
 

@@ -12,14 +12,13 @@ from transformers import AutoConfig
 
 from hf_memopt import InputError, plan, which_card
 from hf_memopt.cli.app import app
-from hf_memopt.cli.cards import _OLD, CardOptions, _notes, _print_answer, _table
+from hf_memopt.cli.cards import _OLD, _notes
 from hf_memopt.hardware.catalog import catalog
 from hf_memopt.hardware.measured import constant
 from hf_memopt.job.spec import JobSpec
 from hf_memopt.levers.arguments import PLAN_PROFILES
-from hf_memopt.planner.choices import Choice
 from hf_memopt.planner.market import cards
-from hf_memopt.planner.market.card_fits import BALANCED, SHARES, CardChoice, Fit
+from hf_memopt.planner.market.card_fits import BALANCED, SHARES
 from hf_memopt.planner.market.prices import read_prices
 from hf_memopt.presets.named_presets import preset_for
 
@@ -100,29 +99,6 @@ def test_a_card_gets_what_its_own_plan_says(answer, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("price", "rate", "tokens", "hours", "cost"),
-    [
-        (3.6, 100.0, None, None, 10.0),
-        (3.6, 100.0, 2 * 10**6, 20 / 3.6, 20.0),
-        (None, 100.0, 2 * 10**6, 20 / 3.6, None),
-        (3.6, None, 2 * 10**6, None, None),
-    ],
-)
-def test_hours_and_cost_of_a_card(price, rate, tokens, hours, cost):
-    fit = SimpleNamespace(price=price, tokens_per_second=rate, tokens=tokens)
-    assert (Fit.hours.fget(fit), Fit.cost.fget(fit)) == (hours and pytest.approx(hours), cost)
-
-
-@pytest.mark.parametrize(
-    ("fills", "offloads", "near"), [(0.84, (), False), (0.86, (), True), (0.95, (), True), (0.1, ("weights",), True)]
-)
-def test_a_card_is_near_its_limit_within_a_sketchs_error(fills, offloads, near):
-    fit = SimpleNamespace(fills=fills, share=0.9, choice=SimpleNamespace(offloads=offloads))
-    assert Fit.is_near.fget(fit) is near
-
-
-@pytest.mark.slow
 def test_a_limit_per_hour_leaves_out_larger_boxes(prices):
     fits = which_card(config(), seq_len=512, method="lora", prices=prices, max_price=0.5, every=True).fits["lora"]
     assert {fit.name for fit in fits} == {"rtx_3070", "t4", "t4x2", "apple_m2_8gb"}
@@ -130,12 +106,8 @@ def test_a_limit_per_hour_leaves_out_larger_boxes(prices):
 
 def test_boxes_are_looked_at_up_to_the_limit_per_hour(subtests):
     for per_hour, max_price, boxes in [
-        (None, None, [1, 2, 4, 8]),
-        (None, 1.0, [1, 2, 4, 8]),
-        ({}, 1.0, [1, 2, 4, 8]),
-        ({"t4": 0.5}, None, [1, 2, 4, 8]),
-        ({"t4": 0.5}, 2.0, [1, 2, 4]),
-        ({"t4": 0.5}, 1.99, [1, 2]),
+        *((None, None, [1, 2, 4, 8]), (None, 1.0, [1, 2, 4, 8]), ({}, 1.0, [1, 2, 4, 8])),
+        *(({"t4": 0.5}, None, [1, 2, 4, 8]), ({"t4": 0.5}, 2.0, [1, 2, 4]), ({"t4": 0.5}, 1.99, [1, 2])),
         ({"t4": 0.5}, 0.49, []),
     ]:
         with subtests.test(per_hour=per_hour, max_price=max_price):
@@ -185,29 +157,21 @@ def test_presets_of_all_cards_come_without_warnings(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('"RTX 9999" = 1', "unknown hardware"),
-        ("A100 = 1", "could be"),
-        ('t4 = "cheap"', "t4='cheap' must be the price"),
-        ("t4 = true", "t4=True must be the price"),
-        ("t4 = -1", "t4=-1 must be the price"),
-        ("t4 = nan", "t4=nan must be the price"),
-        ("[t4]\nprice = 1", "must be the price"),
-        ('"RTX 4090" = 1\n4090 = 2', "has a price already"),
-        ("RTX 4090 = 1", "not TOML"),
-        ("", "no card has a price"),
-        ("currency = 5", "currency=5 must be"),
+def test_a_bad_price_is_named_with_its_file(tmp_path, subtests):
+    for text, message in [
+        *(('"RTX 9999" = 1', "unknown hardware"), ("A100 = 1", "could be")),
+        *(('t4 = "cheap"', "t4='cheap' must be the price"), ("t4 = true", "t4=True must be the price")),
+        *(("t4 = -1", "t4=-1 must be the price"), ("t4 = nan", "t4=nan must be the price")),
+        *(("[t4]\nprice = 1", "must be the price"), ('"RTX 4090" = 1\n4090 = 2', "has a price already")),
+        *(("RTX 4090 = 1", "not TOML"), ("", "no card has a price"), ("currency = 5", "currency=5 must be")),
         ("x = " + "[" * 5000, "not TOML"),
-    ],
-)
-def test_a_bad_price_is_named_with_its_file(tmp_path, text, message):
-    file = tmp_path / "mine.toml"
-    file.write_text(text)
-    with pytest.raises(InputError, match=r"mine\.toml") as error:
-        read_prices(str(file))
-    assert message in str(error.value)
+    ]:
+        with subtests.test(text=str(text)):
+            file = tmp_path / "mine.toml"
+            file.write_text(text)
+            with pytest.raises(InputError, match=r"mine\.toml") as error:
+                read_prices(str(file))
+            assert message in str(error.value)
 
 
 def test_prices_take_names_as_people_write_them(tmp_path):
@@ -216,9 +180,8 @@ def test_prices_take_names_as_people_write_them(tmp_path):
     assert read_prices(str(file)).per_hour == {"rtx_4090": 0.4, "h100_pcie_80gb": 2.0, "apple_m4_max_128gb": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_arguments_are_refused(subtests):
+    for arguments, message in [
         ({"max_price": 1.0}, "max_price=1 needs prices"),
         ({"max_price": float("nan")}, "max_price=nan must be above 0"),
         ({"tokens": 0}, "tokens=0 must be above 0"),
@@ -226,11 +189,9 @@ def test_prices_take_names_as_people_write_them(tmp_path):
         ({"seq_len": 0}, "seq_len=0"),  # beyond the positions of a RoPE model is a note
         ({"effective_batch_size": 0}, "effective_batch_size=0"),
         ({"prices": "nowhere.toml"}, "nowhere.toml"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(InputError, match=message):
-        which_card(config(), **{"method": "lora", **arguments})
+    ]:
+        with subtests.test(arguments=str(arguments)), pytest.raises(InputError, match=message):
+            which_card(config(), **{"method": "lora", **arguments})
 
 
 def run(capsys, *words) -> tuple[int, str, str]:
@@ -258,9 +219,8 @@ def test_the_table_fits_a_terminal(capsys, tmp_path, prices, monkeypatch):
     assert code == 1 and answer["cards"] == [] and answer["instead"][0]["price_per_hour"] > 0.01
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_options_that_do_not_go_together_are_refused(capsys, subtests):
+    for words, message in [
         (("--prices", "p.toml"), "--prices compares cards: add --hardware any"),
         (("--all",), "--all compares cards"),
         (("--hardware", "any", "--memory", 8), "--memory belongs to one card"),
@@ -270,47 +230,14 @@ def test_the_table_fits_a_terminal(capsys, tmp_path, prices, monkeypatch):
         (("--hardware", "any", "--tokens", "many"), "'many' must be a number"),
         (("--hardware", "any", "--epochs", 3), "epochs=3 needs the number of samples"),
         (("--hardware", "any", "--tokens", "10M", "--samples", "5k"), "say the same"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(capsys, words, message):
-    code, _, error = run(capsys, "plan", "gpt2", *words)
-    assert code == 2 and message in error
-
-
-def _fit(name: str, tokens_per_second: float | None, tokens: int | None) -> Fit:
-    choice = Choice("none", 1, 32, 1.0, "adamw_torch", "bfloat16")
-    fields = {"device": catalog()[name], "devices": 1, "method": "lora", "choice": choice, "share": 0.9}
-    sizes = {"device_bytes": 1, "host_bytes": 1, "estimated": False}
-    return Fit(**fields, **sizes, tokens_per_second=tokens_per_second, tokens=tokens)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "order"),
-    [(10**7, ["b200", "rtx_3070", "t4", "arc_b580"]), (None, ["t4", "rtx_3070", "arc_b580", "b200"])],
-)
-def test_hours_that_are_asked_for_sort_the_table(tokens, order, capsys):
-    speeds = {"t4": 400.0, "rtx_3070": 800.0, "arc_b580": None, "b200": 9000.0}
-    fits = [_fit(name, speed, tokens) for name, speed in speeds.items()]
-    answer = CardChoice(
-        model="a-model", seq_len=2048, effective_batch_size=32, prices=None, tokens=tokens, fits={"lora": fits}
-    )
-    _print_answer(answer, CardOptions())
-    out = capsys.readouterr().out
-    assert [line.split()[0] for line in out.splitlines() if "1×32" in line] == order
-    assert "smallest: t4, 1 × " in out and ("fastest:  b200, 1 × " in out) == bool(tokens)
+    ]:
+        with subtests.test(words=str(words)):
+            code, _, error = run(capsys, "plan", "gpt2", *words)
+            assert code == 2 and message in error
 
 
 def test_shares_are_those_of_the_profiles():
     assert SHARES[BALANCED] == PLAN_PROFILES["balanced"][1]
-
-
-@pytest.mark.parametrize(("line", "columns"), [('currency = "€"', ["€/h", "cost, €"]), ("", ["price/h", "cost"])])
-def test_amounts_have_the_currency_of_the_file_or_none(line, columns, tmp_path):
-    from hf_memopt.cli.cards import _price_columns
-    from hf_memopt.planner.market.prices import read_prices
-
-    (tmp_path / "prices.toml").write_text(f"{line}\nt4 = 0.2\n")
-    assert _price_columns(read_prices(str(tmp_path / "prices.toml")).currency) == columns
 
 
 def test_an_estimate_counts_for_the_cards_whose_bytes_it_has():
@@ -343,23 +270,6 @@ def test_cards_whose_attention_keeps_scores_have_a_sketch_of_their_own():
     held, plain = (search.estimates[choice].peak_allocated_bytes for search, choice in pair)
     scores, sketched = held - plain, with_scores - without
     assert scores > 2**27 and sketched == pytest.approx(scores, rel=0.05)
-
-
-def test_what_is_not_known_of_a_card_has_a_mark_in_the_table():
-    fits = [
-        replace(_fit("t4", 400.0, 10**7), price=0.5),
-        replace(_fit("arc_b580", None, 10**7), price=0.25),
-        replace(_fit("rtx_3070", 800.0, 10**7), estimated=True, device_bytes=8 * 10**9, price=1.0),
-    ]
-    answer = SimpleNamespace(prices=SimpleNamespace(currency="€"), tokens=10**7)
-    columns, rows = _table(answer, fits)
-    assert columns == ["card", "fills", "settings", "tokens/s", "hours", "€/h", "cost, €"]
-    assert [row[0] for row in rows] == ["t4", "arc_b580", "rtx_3070"] and {len(row) for row in rows} == {7}
-    known = ("800", "3.5", "1.00", "3.47")
-    assert [row[3:] for row in rows] == [("400", "6.9", "0.50", "3.47"), ("?", "?", "0.25", "?"), known]
-    assert [row[1] for row in rows] == ["≈0%", "≈0%", "96%"]
-    columns, rows = _table(SimpleNamespace(prices=None, tokens=None), fits)
-    assert len(columns) == 4 and {len(row) for row in rows} == {4}
 
 
 def test_what_is_said_of_old_cards():

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from hf_memopt.errors import InputError
 from hf_memopt.presets import get_preset
-from hf_memopt.presets.trl_configs import DEFAULTS
+from hf_memopt.presets.trl_configs import DEFAULTS, check_config_class, preset_fields, sequences_per_sample
 
 CLASSES = [
     kind
@@ -62,6 +62,13 @@ def test_a_micro_batch_of_pairs_has_as_many_sequences(tmp_path):
     assert pairs.per_device_train_batch_size * 2 == texts.per_device_train_batch_size == preset.micro_batch_size
     _, pairs = build(tmp_path, trl.DPOConfig, "rtx_4090", "qlora", per_device_train_batch_size=preset.micro_batch_size)
     assert pairs.per_device_train_batch_size == preset.micro_batch_size, "what the user says stays"
+    plain = TrainingArguments
+    assert check_config_class(None) is plain and check_config_class(plain) is plain
+    assert [sequences_per_sample(kind) for kind in (plain, trl.SFTConfig, trl.RewardConfig)] == [1, 1, 2]
+    silent = {"activation_checkpointing": False, "bf16": False}
+    assert preset_fields(preset, plain) == preset_fields(dataclasses.replace(preset, name=""), trl.SFTConfig) == {}
+    assert preset_fields(preset, trl.SFTConfig) == {**silent, "max_length": preset.seq_len}
+    assert preset_fields(preset, trl.GRPOConfig) == silent
 
 
 @pytest.mark.parametrize(

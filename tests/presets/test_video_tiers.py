@@ -40,12 +40,6 @@ from hf_memopt.units import GIB
 # ---- the rule
 
 
-def test_the_guides_rows():
-    assert guide_row(8 * 10**9) == guide_row(12 * GIB) == ((50, 75), (2, 4))
-    assert guide_row(get_preset("t4").hardware.memory) == guide_row(16 * GIB) == ((100, 150), (4, 8))
-    assert guide_row(get_preset("l4").hardware.memory) == guide_row(80 * GIB) == ((200, 200), (8, 16))
-
-
 def test_frames_come_first_then_their_size_then_the_micro_batch():
     clips = list(ranked_clips(8 * GIB, 32, FixedLimits()))
     assert clips[:6] == [
@@ -58,12 +52,6 @@ def test_frames_come_first_then_their_size_then_the_micro_batch():
     ]
     assert clips[6:8] == [Clip(75, 224, 1), Clip(50, 448, 4)] and clips[-1] == Clip(8, 224, 1)
     assert {clip.micro_batch for clip in ranked_clips(80 * GIB, 12, FixedLimits())} == {12, 6, 4, 3, 2, 1}
-
-
-def test_what_is_given_stays():
-    given = FixedLimits(max_frames=90, max_pixels_per_frame=196 * 196)
-    assert {(clip.frames, clip.side) for clip in ranked_clips(8 * GIB, 32, given)} == {(90, 196)}
-    assert {clip.micro_batch for clip in ranked_clips(8 * GIB, 32, FixedLimits(micro_batch=7))} == {7}
 
 
 def test_a_limit_below_every_clip_leaves_the_shortest():
@@ -378,7 +366,7 @@ def own_model(tmp_path):
     return [
         *flags(
             model_name_or_path=folder, dataset_name=tmp_path / "rows.jsonl", held_out=0, output_dir=tmp_path / "out"
-        ),
+        )
     ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import flags
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_memopt.errors import InputError, StartAgain
 from hf_memopt.hardware import get_hardware
@@ -106,7 +107,7 @@ def test_a_profile_down(sft, free, builtin_model, monkeypatch, caplog):
 
         @wraps(forward)
         def limited(input_ids, **inputs):
-            if len(input_ids) == 8:
+            if len(input_ids) == 8 and not isinstance(input_ids, FakeTensor):  # a prediction's are no memory
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return forward(input_ids=input_ids, **inputs)
 

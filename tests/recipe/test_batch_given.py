@@ -1,5 +1,6 @@
 """Batch settings of a recipe: what was given decides, profiles and presets are defaults; what is printed."""
 
+import itertools
 import re
 
 import pytest
@@ -118,23 +119,24 @@ def test_the_first_lines_say_what_a_step_takes(rows, more, said, recipe, jsonl, 
     assert said in re.search(r"batch  (.*)", printed)[1], printed
 
 
-@pytest.mark.parametrize("batches", [1, 2])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_the_last_step_by_the_real_loader(batches, drop_last):
+def test_the_last_step_by_the_real_loader():
     """Against accelerate's own shards of a loader, as the Trainer makes them."""
     import torch
     from accelerate.data_loader import BatchSamplerShard
 
     from hf_memopt.recipe.summary import last_step
 
-    for rows in range(1, 40):
-        sampler = torch.utils.data.BatchSampler(range(rows), 3, drop_last)
+    for rows, micro, accumulation, batches, drop_last in itertools.product(
+        range(1, 40), (1, 2, 5), (1, 3), (1, 2, 4), (False, True)
+    ):
+        sampler = torch.utils.data.BatchSampler(range(rows), micro, drop_last)
         shards = [list(sampler)]  # which accelerate leaves alone on one process
         if batches > 1:
             shards = [list(BatchSamplerShard(sampler, batches, rank)) for rank in range(batches)]
-        steps = -(-len(shards[0]) // 4)
-        last = [batch for shard in shards for batch in shard[(steps - 1) * 4 :]] if steps else []
-        assert last_step(rows, 3, 4, batches, drop_last) == (steps, sum(map(len, last))), rows
+        steps = -(-len(shards[0]) // accumulation)
+        last = [batch for shard in shards for batch in shard[(steps - 1) * accumulation :]] if steps else []
+        found = last_step(rows, micro, accumulation, batches, drop_last)
+        assert found == (steps, sum(map(len, last))), (rows, micro, accumulation, batches, drop_last)
 
 
 def test_a_stream_needs_its_number_of_steps():

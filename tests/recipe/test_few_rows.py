@@ -159,23 +159,7 @@ def test_what_the_user_set_is_refused(name, count, more, message, recipe, data, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("count", "drop_last", "given", "times"),
-    [
-        (9, False, (), 1),
-        (8, False, (), 2),
-        (4, False, (), 3),
-        (12, True, (), 1),
-        (11, True, (), 2),
-        (0, False, (), None),
-        (8, False, ("effective_batch_size",), None),
-        (8, False, ("learning_rate",), 2),
-        (9, False, ("effective_batch_size",), 1),
-    ],
-)
-def test_a_stream_lasts_for_a_step(count, drop_last, given, times):
-    """Of three batches of two samples on each of two processes; the last one may be short."""
-
+def _a_stream_lasts_for_a_step(count, drop_last, given, times):
     class Stream(list):
         def repeat(self, times):
             return self * times
@@ -190,21 +174,21 @@ def test_a_stream_lasts_for_a_step(count, drop_last, given, times):
         assert fill_stream(samples, job, "rows") == [*range(count)] * times
 
 
-@pytest.mark.parametrize(("rows", "kept"), [(201, 191), (999, 949), (1500, 1300)])
-def test_a_stream_that_ends_soon_holds_out_a_share(rows, kept, jsonl):
-    """Not 200 rows, which would leave one of 201 to train on."""
-    source = jsonl([FORMS["pretrain"](number) for number in range(rows)])
-    train, held_out, _ = load_rows(source, streaming=True)
-    assert (sum(1 for _ in train), sum(1 for _ in held_out)) == (kept, rows - kept)
-
-
-def test_a_default_holds_out_no_more_than_a_part(jsonl, caplog):
-    """24 of the built-in clips; of 30 rows of one's own that would be most of them."""
-    source = jsonl([FORMS["sft"](number) for number in range(30)])
-    train, held_out, _ = load_rows(source, held_out=24, adapt_held_out=True)
-    assert (len(train), len(held_out)) == (28, 2) and "note: held_out: 2 of the 30 rows instead of 24" in caplog.text
-    train, held_out, _ = load_rows(source, held_out=24)
-    assert (len(train), len(held_out)) == (6, 24)
+def test_a_stream_lasts_for_a_step(subtests):
+    """Of three batches of two samples on each of two processes; the last one may be short."""
+    for count, drop_last, given, times in [
+        (9, False, (), 1),
+        (8, False, (), 2),
+        (4, False, (), 3),
+        (12, True, (), 1),
+        (11, True, (), 2),
+        (0, False, (), None),
+        (8, False, ("effective_batch_size",), None),
+        (8, False, ("learning_rate",), 2),
+        (9, False, ("effective_batch_size",), 1),
+    ]:
+        with subtests.test(count=str(count), drop_last=str(drop_last)):
+            _a_stream_lasts_for_a_step(count, drop_last, given, times)
 
 
 def test_defaults_of_generation_follow_the_batch(loaded, caplog):

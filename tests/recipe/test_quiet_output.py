@@ -81,20 +81,6 @@ def test_a_line_for_each_log(recipe, jsonl, tmp_path, capsys):
     assert lines == [30, 3]
 
 
-def test_lines_of_a_default_are_thinned(capsys):
-    from types import SimpleNamespace
-
-    from hf_memopt.recipe.callbacks import TrainingLines
-
-    lines, state = TrainingLines(most=40), SimpleNamespace(is_world_process_zero=True, max_steps=1000)
-    for step in range(1, 1001):
-        state.global_step = step
-        lines.on_log(None, state, None, {"loss": 1.5, "reward": 0.25, "tokens_per_second": 12345.6})
-    printed = capsys.readouterr().out.splitlines()
-    assert 38 <= len(printed) <= 41 and printed[0] == "step 1/1000: loss 1.5000, reward 0.250, 12,346 tokens/s"
-    assert printed[-1].startswith("step 1000/1000")
-
-
 def test_tokenizers_do_not_warn_of_what_is_cut():
     """Recipes cut or pack every row; the warning says that the model would fail."""
     import logging

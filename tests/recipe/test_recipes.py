@@ -171,19 +171,6 @@ def test_the_prediction_beside_the_measured_peak_is_of_the_same_batch(recipe, tm
 
 
 @pytest.mark.slow
-def test_a_batch_of_the_first_step_is_predicted_without_the_optimizers_states():
-    from hf_memopt.estimator import estimate
-    from hf_memopt.recipe.prediction import PeakBatch, _in_state
-
-    whole = estimate("gpt2", {"optim": "adamw_torch"}, 64, "cpu")
-    states = whole.breakdown["optimizer_states"]
-    first = _in_state(whole, PeakBatch({}, with_states=False))
-    assert whole.phase == "backward" and first.phases["backward"] == whole.peak_allocated_bytes - states
-    evaluation = _in_state(whole, PeakBatch({}, training=False))
-    assert evaluation.peak_allocated_bytes == max(evaluation.phases.values()) and "backward" not in evaluation.phases
-
-
-@pytest.mark.slow
 def test_levers_and_packing(recipe, jsonl, tmp_path, capsys):
     """Arguments of the recipe, told before it runs, and predicted."""
     rows = [{"prompt": f"{n}?", "completion": f" {2 * n}."} for n in range(200)]

@@ -25,28 +25,8 @@ CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck
 # Values that were wrong somewhere once: types, signs, sizes, texts that a terminal, a page or a chart would obey.
 ODD = st.sampled_from(
     [
-        None,
-        True,
-        -1,
-        0,
-        1.5,
-        2**63,
-        10**400,
-        float("nan"),
-        float("inf"),
-        "",
-        "one",
-        "[/x]",
-        "\x1b[2J",
-        "\ud800",
-        "$x^$",
-        [],
-        [1],
-        {},
-        {"a": 1},
-        [None],
-        {"": None},
-        [[["a"]]],
+        *(None, True, -1, 0, 1.5, 2**63, 10**400, float("nan"), float("inf"), "", "one", "[/x]", "\x1b[2J", "\ud800"),
+        *("$x^$", [], [1], {}, {"a": 1}, [None], {"": None}, [[["a"]]]),
     ]
 )
 ANY_JSON = st.recursive(
@@ -175,34 +155,11 @@ def test_run_folders_with_their_charts(tmp_path, files):
 
 PIECES = st.sampled_from(
     [
-        "CUDA out of memory. ",
-        "Tried to allocate ",
-        "1.96 GiB",
-        "1e9 GiB",
-        ". GiB",
-        "of which ",
-        " is free",
-        "\n",
-        "\r",
-        "Traceback (most recent call last)",
-        '  File "x/optim.py", line 3, in step',
-        "| 12/100 [",
-        "'step': 7",
-        "step 9:",
-        "NCCL ",
-        "pin_memory ",
-        "DataLoader worker (pid 3) ",
-        "MemoryError",
-        "memory grows: leak",
-        "\x1b[31m",
-        "\ud800",
-        "\x00",
-        "Process 7 has ",
-        " memory in use",
-        "99999999999999999999",
-        "hub_token=abc ",
-        "https://a:b@c",
-        '{"step": null}',
+        *("CUDA out of memory. ", "Tried to allocate ", "1.96 GiB", "1e9 GiB", ". GiB", "of which ", " is free", "\n"),
+        *("\r", "Traceback (most recent call last)", '  File "x/optim.py", line 3, in step', "| 12/100 ["),
+        *("'step': 7", "step 9:", "NCCL ", "pin_memory ", "DataLoader worker (pid 3) ", "MemoryError"),
+        *("memory grows: leak", "\x1b[31m", "\ud800", "\x00", "Process 7 has ", " memory in use"),
+        *("99999999999999999999", "hub_token=abc ", "https://a:b@c", '{"step": null}'),
     ]
 )
 TEXTS = st.text(max_size=200) | st.lists(PIECES | st.text(max_size=5), max_size=30).map("".join)

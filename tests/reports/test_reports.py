@@ -170,22 +170,19 @@ def test_the_command_line(tmp_path, command, monkeypatch):
     (tmp_path / "bad" / "memory_report.json").write_text("[1]")
     damaged = write_run(tmp_path / "damaged", report(estimate=[1]), READINGS)
     for wrong in (
-        (tmp_path / "none",),
-        (tmp_path,),
-        (tmp_path / "bad",),
-        (damaged,),
-        (one, "--output", tmp_path / "x.txt"),
+        *((tmp_path / "none",), (tmp_path,), (tmp_path / "bad",), (damaged,), (one, "--output", tmp_path / "x.txt")),
     ):
         code, output, errors = command("report", *wrong)
         assert (code, output) == (2, "") and len(errors.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [(0, "0 B"), (1023, "1023 B"), (2048, "2.0 KiB"), (3 * 2**20, "3.0 MiB"), (2**30, "1.00 GiB"), (None, "unknown")],
-)
-def test_sizes_for_people(value, told):
-    assert size(value) == told
+def test_sizes_for_people(subtests):
+    for value, told in [
+        *((0, "0 B"), (1023, "1023 B"), (2048, "2.0 KiB"), (3 * 2**20, "3.0 MiB"), (2**30, "1.00 GiB")),
+        (None, "unknown"),
+    ]:
+        with subtests.test(value=str(value)):
+            assert size(value) == told
 
 
 @pytest.mark.slow

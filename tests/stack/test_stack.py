@@ -77,21 +77,6 @@ def test_a_stack_has_its_own_words(monkeypatch):
     assert written({"activation_checkpointing": True}) == {"activation_checkpointing": True}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("transformers", "write it as package==version"),
-        ("transformers==five", "write it as package==version"),
-        ("transformer==5.5", "did you mean|transformers"),
-        ("transformers==4.30", "the oldest version that was tried is 4.57.0"),
-    ],
-)
-def test_stacks_that_are_refused(text, message, monkeypatch):
-    monkeypatch.setattr(versions, "named", {})
-    with pytest.raises(InputError, match=f"(?i){message}"):
-        name_stack([text])
-
-
 @pytest.mark.slow
 def test_plan_and_estimate_for_another_stack(tmp_path):
     done = run_forked(

@@ -113,13 +113,18 @@ def test_killed_at_any_moment_the_loss_curve_goes_on(tmp_path):
     assert result["kills"] >= 1 and result["losses"] == wanted
 
 
-@pytest.mark.parametrize(("noted", "elements"), [(64, 64), (1, 1), (0, None), (-8, None), ("64", None)])
-def test_a_run_starts_with_the_chunk_that_fitted(noted, elements, tmp_path):
+def _a_run_starts_with_the_chunk_that_fitted(noted, elements, tmp_path):
     file = tmp_path / "memory_state.json"
     file.write_text(json.dumps({"effective_batch_size": 8, "world_size": 1, "piece_elements": noted}))
     trainer = SimpleNamespace(limit=BatchLimit(3), args=None, _effective_batch_size=lambda: 8)
     SafeResume._keep_effective_batch(trainer, file)
     assert trainer.limit.elements == elements
+
+
+def test_a_run_starts_with_the_chunk_that_fitted(tmp_path, subtests):
+    for noted, elements in [(64, 64), (1, 1), (0, None), (-8, None), ("64", None)]:
+        with subtests.test(noted=str(noted), elements=str(elements)):
+            _a_run_starts_with_the_chunk_that_fitted(noted, elements, tmp_path)
 
 
 def test_a_manifest_lists_every_file_but_itself(tmp_path):

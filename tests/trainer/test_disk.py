@@ -94,19 +94,7 @@ def test_an_end_is_explained_on_a_full_disk(tmp_path, caplog):
     assert "oom_report.json cannot be written" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
-        (OSError(errno.ENOENT, "No such file or directory"), None),
-        (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), "the disk did not take"),
-        (ValueError("a batch of 3 samples"), None),
-        (PermissionError(errno.EACCES, "Permission denied"), None),  # of a process or a socket
-        (PermissionError(errno.EACCES, "Permission denied", "/a/file"), "Permission denied: /a/file"),
-        (RuntimeError("Error building extension: Permission denied"), None),
-    ],
-)
-def test_what_a_disk_refuses_is_told_from_other_errors(error, reason):
+def _what_a_disk_refuses_is_told_from_other_errors(error, reason):
     found = write_failure(error)
     assert found is None if reason is None else found.startswith(reason)
     wrapped = RuntimeError("saving failed")
@@ -114,6 +102,20 @@ def test_what_a_disk_refuses_is_told_from_other_errors(error, reason):
     assert write_failure(wrapped) == found
     wrapped.__cause__, wrapped.__context__ = None, error  # it was handled, and then something else failed
     assert write_failure(wrapped) is None
+
+
+def test_what_a_disk_refuses_is_told_from_other_errors(subtests):
+    for error, reason in [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.ENOENT, "No such file or directory"), None),
+        (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), "the disk did not take"),
+        (ValueError("a batch of 3 samples"), None),
+        (PermissionError(errno.EACCES, "Permission denied"), None),  # of a process or a socket
+        (PermissionError(errno.EACCES, "Permission denied", "/a/file"), "Permission denied: /a/file"),
+        (RuntimeError("Error building extension: Permission denied"), None),
+    ]:
+        with subtests.test(error=str(error), reason=str(reason)):
+            _what_a_disk_refuses_is_told_from_other_errors(error, reason)
 
 
 # ---- the folder

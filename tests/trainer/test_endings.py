@@ -1,5 +1,6 @@
 """Runs that memory ends: reports, exit codes, and the checkpoint of the last good step."""
 
+import itertools
 import json
 import os
 from functools import wraps
@@ -137,52 +138,23 @@ def test_a_lost_connection_to_a_killed_worker_is_its_death(monkeypatch):
     assert worker_death(unrelated) is unrelated and len(asked) == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("updating", "in_backward", "whole", "intact"),
-    [
-        (False, False, True, True),
-        (True, False, True, False),
-        (False, True, True, False),
-        (False, False, False, False),
-    ],
-)
-def test_weights_between_two_updates_are_saved(updating, in_backward, whole, intact, monkeypatch):
-    monkeypatch.setattr(ending, "changes_weights_in_backward", lambda trainer: in_backward)
-    monkeypatch.setattr(ending, "holds_whole_model", lambda trainer: whole)
-    ended = []
-    own = SimpleNamespace(
-        _trainer=None,
-        updates=SimpleNamespace(running=updating),
-        end_run=lambda stage, diagnosis, why, intact: ended.append((stage, why, intact)),
-    )
+def test_weights_between_two_updates_are_saved(monkeypatch):
     worker, call = (SimpleNamespace(message=text) for text in ("DataLoader worker (pid 7) is killed", "out of memory"))
-    ending.Ending.end_run_outside_step(own, worker)
-    ending.Ending.end_run_outside_step(own, call)
-    ending.Ending.end_run_outside_step(own, call, "data")
-    between = ("callbacks", "no smaller micro-batch helps code between the steps", intact)
-    loading = ("data", "no smaller micro-batch helps data loading", intact)
-    assert ended == [loading, between, loading]
+    for updating, in_backward, whole in itertools.product((False, True), repeat=3):
+        monkeypatch.setattr(ending, "changes_weights_in_backward", lambda trainer, changes=in_backward: changes)
+        monkeypatch.setattr(ending, "holds_whole_model", lambda trainer, whole=whole: whole)
+        ended, own = [], SimpleNamespace(_trainer=None, updates=SimpleNamespace(running=updating))
+        own.end_run = lambda stage, diagnosis, why, intact, ended=ended: ended.append((stage, why, intact))
+        ending.Ending.end_run_outside_step(own, worker)
+        ending.Ending.end_run_outside_step(own, call)
+        ending.Ending.end_run_outside_step(own, call, "data")
+        intact = whole and not updating and not in_backward
+        between = ("callbacks", "no smaller micro-batch helps code between the steps", intact)
+        loading = ("data", "no smaller micro-batch helps data loading", intact)
+        assert ended == [loading, between, loading]
 
 
-@pytest.mark.parametrize(
-    ("own", "intact", "folder"),
-    [
-        ({}, True, "of this step"),
-        ({"step": 1}, True, "of this step"),
-        ({"step": 0}, True, "the newest"),
-        ({}, False, "the newest"),
-        ({"whole": False}, True, "of this step"),
-        ({"saves": False}, False, "of this step"),  # random states, which no update changes
-        ({"saves": False, "step": 0}, True, "of this step"),
-        ({"saves": False, "whole": False}, True, "the newest"),
-        ({"in_train": False}, True, "the newest"),
-        ({"written": 2}, True, "the newest"),
-        ({"state": None}, True, "the newest"),
-        ({"written_now": None}, True, "the newest"),  # it could not be saved
-    ],
-)
-def test_the_checkpoint_to_resume_from(own, intact, folder, monkeypatch):
+def _the_checkpoint_to_resume_from(own, intact, folder, monkeypatch):
     monkeypatch.setattr(ending, "holds_whole_model", lambda trainer: own.get("whole", True))
     state = own.get("state", SimpleNamespace(written=1))
     buffers = SimpleNamespace(written=lambda: own.get("written", 1))
@@ -197,11 +169,26 @@ def test_the_checkpoint_to_resume_from(own, intact, folder, monkeypatch):
     assert ending.Ending._checkpoint(SimpleNamespace(_trainer=trainer), intact) == folder
 
 
-@pytest.mark.parametrize(
-    ("states", "saves", "saved"),
-    [({2: None, 3: None}, True, ["3"]), ({2: None, 3: None}, False, ["2", "3"]), ({}, True, ["3"])],
-)
-def test_random_states_that_a_process_saves(states, saves, saved):
+def test_the_checkpoint_to_resume_from(monkeypatch, subtests):
+    for own, intact, folder in [
+        ({}, True, "of this step"),
+        ({"step": 1}, True, "of this step"),
+        ({"step": 0}, True, "the newest"),
+        ({}, False, "the newest"),
+        ({"whole": False}, True, "of this step"),
+        ({"saves": False}, False, "of this step"),  # random states, which no update changes
+        ({"saves": False, "step": 0}, True, "of this step"),
+        ({"saves": False, "whole": False}, True, "the newest"),
+        ({"in_train": False}, True, "the newest"),
+        ({"written": 2}, True, "the newest"),
+        ({"state": None}, True, "the newest"),
+        ({"written_now": None}, True, "the newest"),  # it could not be saved
+    ]:
+        with subtests.test(own=str(own), intact=str(intact)):
+            _the_checkpoint_to_resume_from(own, intact, folder, monkeypatch)
+
+
+def _random_states_that_a_process_saves(states, saves, saved):
     written = []
     own = SimpleNamespace(
         _runner=SimpleNamespace(resume_states=states),
@@ -214,12 +201,17 @@ def test_random_states_that_a_process_saves(states, saves, saved):
     assert written == saved
 
 
-@pytest.mark.parametrize(
-    ("step", "number", "batch"),
-    [(0, 0, [1, 0]), (1, 1, [1, 3]), (2, 0, [1, 4]), (2, 1, None), (3, 0, [2, 0]), (4, 1, [2, 3])],
-)
-def test_the_samples_of_a_micro_batch_are_found_in_the_epochs_order(step, number, batch, monkeypatch):
-    """Of five batches an epoch, two a step."""
+def test_random_states_that_a_process_saves(subtests):
+    for states, saves, saved in [
+        ({2: None, 3: None}, True, ["3"]),
+        ({2: None, 3: None}, False, ["2", "3"]),
+        ({}, True, ["3"]),
+    ]:
+        with subtests.test(states=str(states), saves=str(saves)):
+            _random_states_that_a_process_saves(states, saves, saved)
+
+
+def _the_samples_of_a_micro_batch_are_found_in_the_epochs_order(step, number, batch, monkeypatch):
     order = "hf_memopt.trainer.trainer.batch_order"
     monkeypatch.setattr(order, lambda loader, epoch: iter([epoch + 1, place] for place in range(5)))
     args, state = SimpleNamespace(gradient_accumulation_steps=2), SimpleNamespace(global_step=step)
@@ -230,6 +222,20 @@ def test_the_samples_of_a_micro_batch_are_found_in_the_epochs_order(step, number
     own._train_loader = range(5)
     monkeypatch.setattr(order, lambda loader, epoch: None)
     assert MemoryTrainer._dataset_indices(own, micro) is None
+
+
+def test_the_samples_of_a_micro_batch_are_found_in_the_epochs_order(monkeypatch, subtests):
+    """Of five batches an epoch, two a step."""
+    for step, number, batch in [
+        (0, 0, [1, 0]),
+        (1, 1, [1, 3]),
+        (2, 0, [1, 4]),
+        (2, 1, None),
+        (3, 0, [2, 0]),
+        (4, 1, [2, 3]),
+    ]:
+        with subtests.test(step=str(step), number=str(number)):
+            _the_samples_of_a_micro_batch_are_found_in_the_epochs_order(step, number, batch, monkeypatch)
 
 
 def test_a_callback_that_runs_out_of_memory_ends_the_run_with_a_report(tmp_path):

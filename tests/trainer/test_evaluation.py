@@ -1,5 +1,6 @@
 """MemoryTrainer's evaluation: smaller batches, metrics, logits that are kept as tokens."""
 
+import itertools
 import json
 from functools import wraps
 from types import SimpleNamespace
@@ -59,70 +60,55 @@ def test_metrics_are_given_the_logits_unless_the_user_wants_tokens(tmp_path):
     assert numpy.array_equal(*seen) and seen[1].ndim == 3
 
 
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda logits: logits.argmax(-1),
-        lambda logits: logits.argmax(axis=2),
-        lambda logits: numpy.argmax(logits, axis=-1),
-        lambda logits: logits[:, :-1].argmax(-1),
-        lambda logits: logits[..., :-1, :].argmax(-1),
-        lambda logits: logits[:, :-1, :].argmax(axis=-1),
-        lambda logits: numpy.argmax(logits[2:, 1:][...], -1),
-        lambda logits: numpy.array([*logits.shape, logits.ndim, len(logits), *logits[1:, :3].shape]),
-        lambda logits: numpy.array([*numpy.shape(logits), numpy.ndim(logits)]),
-    ],
+ANSWERED = (
+    lambda logits: logits.argmax(-1),
+    lambda logits: logits.argmax(axis=2),
+    lambda logits: numpy.argmax(logits, axis=-1),
+    lambda logits: logits[:, :-1].argmax(-1),
+    lambda logits: logits[..., :-1, :].argmax(-1),
+    lambda logits: logits[:, :-1, :].argmax(axis=-1),
+    lambda logits: numpy.argmax(logits[2:, 1:][...], -1),
+    lambda logits: numpy.array([*logits.shape, logits.ndim, len(logits), *logits[1:, :3].shape]),
+    lambda logits: numpy.array([*numpy.shape(logits), numpy.ndim(logits)]),
 )
-def test_what_reduced_logits_answer_is_what_the_logits_would(take, tmp_path):
-    seen = []
-
-    def metric(prediction):
-        seen.append(take(prediction.predictions))
-        return {"samples": float(len(prediction.label_ids))}
-
-    _evaluated(Trainer, tmp_path, metric)
-    _evaluated(MemoryTrainer, tmp_path, metric, reduce_eval_logits=True)
-    assert numpy.array_equal(*seen)
-
-
-@pytest.mark.drawn(8)
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda logits: logits[0],
-        lambda logits: logits[:, 0],
-        lambda logits: logits[:, :, :10],
-        lambda logits: logits[..., :-1],
-        lambda logits: logits[[0, 1]],
-        lambda logits: logits[:, None],
-        lambda logits: logits[numpy.ones(len(logits), bool)],
-        lambda logits: logits.argmax(),
-        lambda logits: logits.argmax(1),
-        lambda logits: logits.max(-1),
-        lambda logits: logits.reshape(-1, 1200),
-        lambda logits: numpy.exp(logits),
-        lambda logits: logits + 1,
-        lambda logits: logits == 3,
-        lambda logits: numpy.asarray(logits),
-        lambda logits: numpy.concatenate([logits, logits]),
-        lambda logits: torch.from_numpy(logits),
-        lambda logits: torch.tensor(logits),
-        lambda logits: list(logits),
-        lambda logits: [row for row in zip(logits, logits, strict=True)],
-    ],
+REFUSED = (
+    lambda logits: logits[0],
+    lambda logits: logits[:, 0],
+    lambda logits: logits[:, :, :10],
+    lambda logits: logits[..., :-1],
+    lambda logits: logits[[0, 1]],
+    lambda logits: logits[:, None],
+    lambda logits: logits[numpy.ones(len(logits), bool)],
+    lambda logits: logits.argmax(),
+    lambda logits: logits.argmax(1),
+    lambda logits: logits.max(-1),
+    lambda logits: logits.reshape(-1, 1200),
+    lambda logits: numpy.exp(logits),
+    lambda logits: logits + 1,
+    lambda logits: logits == 3,
+    lambda logits: numpy.asarray(logits),
+    lambda logits: numpy.concatenate([logits, logits]),
+    lambda logits: torch.from_numpy(logits),
+    lambda logits: torch.tensor(logits),
+    lambda logits: list(logits),
+    lambda logits: [row for row in zip(logits, logits, strict=True)],
 )
-def test_whatever_else_is_asked_of_reduced_logits_is_refused(take, tmp_path):
-    def metric(prediction):
-        take(prediction.predictions)
-        return {}
-
-    with pytest.raises((TypeError, ValueError)):
-        _evaluated(MemoryTrainer, tmp_path, metric, reduce_eval_logits=True)
 
 
-def test_the_refusal_names_the_setting(tmp_path):
-    with pytest.raises(TypeError, match="reduce_eval_logits=True kept only their argmax: leave it out"):
-        _evaluated(MemoryTrainer, tmp_path, lambda prediction: prediction.predictions.mean(), reduce_eval_logits=True)
+def test_reduced_logits_answer_what_the_logits_would_or_refuse(tmp_path):
+    seen = {}
+    for kind, memory in ((Trainer, {}), (MemoryTrainer, {"reduce_eval_logits": True})):
+
+        def metric(prediction, kind=kind):
+            seen[kind] = prediction.predictions
+            return {"samples": float(len(prediction.label_ids))}
+
+        _evaluated(kind, tmp_path, metric, **memory)
+    for take in ANSWERED:
+        assert numpy.array_equal(take(seen[Trainer]), take(seen[MemoryTrainer])), take
+    for take in REFUSED:
+        with pytest.raises((TypeError, ValueError)):
+            take(seen[MemoryTrainer])
 
 
 def _no_room_for_evaluation(trainer):
@@ -174,18 +160,12 @@ def test_outputs_of_chunks_are_joined_by_sample():
             join(parts, counts)
 
 
-def _an_update_repeats_where_the_model_is_whole_and_backward_left_it(whole, changes, monkeypatch):
-    monkeypatch.setattr(optimizer_guard, "holds_whole_model", lambda trainer: whole)
-    monkeypatch.setattr(optimizer_guard, "changes_weights_in_backward", lambda trainer: changes)
-    for recovery, devices in ((True, 1), (True, 2), (False, 1)):
-        trainer = SimpleNamespace(
-            memory_args=SimpleNamespace(oom_recovery=recovery), args=SimpleNamespace(n_gpu=devices)
-        )
-        expected = recovery and devices == 1 and whole and not changes
-        assert optimizer_guard.UpdateRecovery(trainer, None)._repeats is expected
-
-
-def test_an_update_repeats_where_the_model_is_whole_and_backward_left_it(monkeypatch, subtests):
-    for whole, changes in [(True, False), (True, True), (False, False), (False, True)]:
-        with subtests.test(whole=whole, changes=changes):
-            _an_update_repeats_where_the_model_is_whole_and_backward_left_it(whole, changes, monkeypatch)
+def test_an_update_repeats_where_the_model_is_whole_and_backward_left_it(monkeypatch):
+    for whole, changes, (recovery, devices) in itertools.product(
+        (True, False), (True, False), ((True, 1), (True, 2), (False, 1))
+    ):
+        monkeypatch.setattr(optimizer_guard, "holds_whole_model", lambda trainer, whole=whole: whole)
+        monkeypatch.setattr(optimizer_guard, "changes_weights_in_backward", lambda trainer, changes=changes: changes)
+        memory, args = SimpleNamespace(oom_recovery=recovery), SimpleNamespace(n_gpu=devices)
+        update = optimizer_guard.UpdateRecovery(SimpleNamespace(memory_args=memory, args=args), None)
+        assert update._repeats is (recovery and devices == 1 and whole and not changes)

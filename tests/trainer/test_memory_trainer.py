@@ -83,11 +83,7 @@ def test_every_step_may_run_out(accumulation, dtype, optim, phases, tolerance, t
     def every_step(trainer):
         """Windows begin whole, and allocations are counted anew."""
         begin = trainer._runner.begin_window
-        trainer._runner.begin_window = lambda: (
-            begin(),
-            setattr(trainer.limit, "elements", None),
-            hit.counts.clear(),
-        )
+        trainer._runner.begin_window = lambda: (begin(), setattr(trainer.limit, "elements", None), hit.counts.clear())
 
     found = train(tmp_path / "struck", hit, model=model, prepare=every_step, **fields)
     assert {(event["step"], event["stage"]) for event in found.events} == {

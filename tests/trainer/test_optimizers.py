@@ -367,22 +367,19 @@ def test_no_tensor_of_a_list_is_updated_twice():
     assert [weight.unique().item() for weight in weights] == [-1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("write", "wrote"),
-    [
+def test_what_counts_as_written():
+    for write, wrote in [
         (lambda weight: weight.view(-1).mul_(2), True),
         (lambda weight: torch.add(weight, 1, out=weight), True),
         (lambda weight: torch._foreach_add_([torch.zeros(2), weight], 1), True),
         (lambda weight: torch.zeros_like(weight).view(-1).mul_(2), False),
         (lambda weight: torch.tensor(0.0).add_(1), False),
         (lambda weight: torch._foreach_sqrt([weight]), False),
-    ],
-)
-def test_what_counts_as_written(write, wrote):
-    weight = torch.ones(2, 2)
-    with StepWatch() as watch:
-        write(weight)
-    assert watch.wrote is wrote
+    ]:
+        weight = torch.ones(2, 2)
+        with StepWatch() as watch:
+            write(weight)
+        assert watch.wrote is wrote
 
 
 def test_optimizers_that_step_in_backward():

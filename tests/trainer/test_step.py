@@ -279,20 +279,7 @@ def test_max_batch_size_needs_what_can_be_split(kind, tmp_path):
 # ---- layouts
 
 
-@pytest.mark.parametrize(
-    ("world_size", "stage", "synced", "ends_at", "splits", "halved"),
-    [
-        (2, "backward", True, 4, True, (2, 50)),
-        (2, "backward", True, 4, False, None),
-        (1, "backward", True, 4, True, "recovers"),
-        (2, "forward", True, 4, True, "recovers"),
-        (2, "backward", False, 4, True, "recovers"),
-        (2, "backward", True, 3, True, "recovers"),
-    ],
-)
-def test_a_run_ends_where_others_wait_in_the_all_reduce(world_size, stage, synced, ends_at, splits, halved):
-    """Two of four samples, which have 100 elements, ran when memory did."""
-
+def _a_run_ends_where_others_wait_in_the_all_reduce(world_size, stage, synced, ends_at, splits, halved):
     class Ended(Exception):
         pass
 
@@ -319,6 +306,20 @@ def test_a_run_ends_where_others_wait_in_the_all_reduce(world_size, stage, synce
     assert limits == ([halved] if halved else [])
 
 
+def test_a_run_ends_where_others_wait_in_the_all_reduce(subtests):
+    """Two of four samples, which have 100 elements, ran when memory did."""
+    for world_size, stage, synced, ends_at, splits, halved in [
+        (2, "backward", True, 4, True, (2, 50)),
+        (2, "backward", True, 4, False, None),
+        (1, "backward", True, 4, True, "recovers"),
+        (2, "forward", True, 4, True, "recovers"),
+        (2, "backward", False, 4, True, "recovers"),
+        (2, "backward", True, 3, True, "recovers"),
+    ]:
+        with subtests.test(world_size=str(world_size), stage=str(stage)):
+            _a_run_ends_where_others_wait_in_the_all_reduce(world_size, stage, synced, ends_at, splits, halved)
+
+
 def test_three_samples_and_three_axes():
     """mRoPE's position_ids are (axes, samples, tokens): with three samples both first sizes are 3."""
     batch = {"input_ids": torch.arange(6).reshape(3, 2), "position_ids": torch.arange(18).reshape(3, 3, 2)}
@@ -326,10 +327,10 @@ def test_three_samples_and_three_axes():
     assert torch.equal(chunk["position_ids"], batch["position_ids"][:, 1:2])
 
 
-@pytest.mark.parametrize("value", [[1, 2], torch.ones(5, 2)])
-def test_a_value_that_is_not_by_sample_is_refused(value):
-    with pytest.raises(InputError, match="a batch of 3 samples cannot be split: images has"):
-        RowLayout().chunk({"input_ids": torch.ones(3, 2), "images": value}, 0, 1)
+def test_a_value_that_is_not_by_sample_is_refused():
+    for value in [[1, 2], torch.ones(5, 2)]:
+        with pytest.raises(InputError, match="a batch of 3 samples cannot be split: images has"):
+            RowLayout().chunk({"input_ids": torch.ones(3, 2), "images": value}, 0, 1)
 
 
 def test_pairs_stay_together():
@@ -349,8 +350,7 @@ def test_every_kto_chunk_has_the_whole_kl_batch():
 # ---- parts of a step
 
 
-@pytest.mark.parametrize(("processes", "synced", "apart"), [(1, True, 0), (2, True, 1), (2, False, 2)])
-def test_only_the_last_chunk_of_a_window_is_reduced(processes, synced, apart, monkeypatch):
+def _only_the_last_chunk_of_a_window_is_reduced(processes, synced, apart, monkeypatch):
     monkeypatch.setattr(StepState, "now", lambda trainer: None)
     passes, rows = [], {"x": torch.arange(4.0)}
 
@@ -373,9 +373,22 @@ def test_only_the_last_chunk_of_a_window_is_reduced(processes, synced, apart, mo
     assert (float(loss), passes) == (3.0, ["model"] * apart)
 
 
-@pytest.mark.parametrize(
-    ("kind", "smoothed", "rule"),
-    [
+def test_only_the_last_chunk_of_a_window_is_reduced(monkeypatch, subtests):
+    for processes, synced, apart in [(1, True, 0), (2, True, 1), (2, False, 2)]:
+        with subtests.test(processes=str(processes), synced=str(synced)):
+            _only_the_last_chunk_of_a_window_is_reduced(processes, synced, apart, monkeypatch)
+
+
+def _what_the_loss_of_a_class_is_a_mean_over(kind, smoothed, rule):
+    model = kind.__new__(kind)
+    torch.nn.Module.__init__(model)
+    model.config = SimpleNamespace(is_encoder_decoder=kind is T5ForConditionalGeneration)
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    assert known_mean(SimpleNamespace(model=model, accelerator=accelerator, label_smoother=smoothed or None)) is rule
+
+
+def test_what_the_loss_of_a_class_is_a_mean_over(subtests):
+    for kind, smoothed, rule in [
         (LlamaForCausalLM, False, LossRule.LABELS),
         (LlamaForCausalLM, True, LossRule.LABELS),
         (LlamaForSequenceClassification, True, LossRule.UNSHIFTED),
@@ -383,14 +396,9 @@ def test_only_the_last_chunk_of_a_window_is_reduced(processes, synced, apart, mo
         (LlavaForConditionalGeneration, True, LossRule.UNSHIFTED),
         (T5ForConditionalGeneration, False, LossRule.UNSHIFTED),
         (LlamaModel, False, None),
-    ],
-)
-def test_what_the_loss_of_a_class_is_a_mean_over(kind, smoothed, rule):
-    model = kind.__new__(kind)
-    torch.nn.Module.__init__(model)
-    model.config = SimpleNamespace(is_encoder_decoder=kind is T5ForConditionalGeneration)
-    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
-    assert known_mean(SimpleNamespace(model=model, accelerator=accelerator, label_smoother=smoothed or None)) is rule
+    ]:
+        with subtests.test(kind=str(kind), smoothed=str(smoothed)):
+            _what_the_loss_of_a_class_is_a_mean_over(kind, smoothed, rule)
 
 
 def test_modules_of_ones_own_are_named():

@@ -52,9 +52,8 @@ def test_processes_take_as_many_steps(lengths, processes):
         assert dealt == list(range(len(lengths)))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "budget", "processes", "cuts"),
-    [
+def test_sorted_lengths_are_divided_where_the_budget_ends():
+    for lengths, budget, processes, cuts in [
         ([8, 8, 8, 16], 24, 1, [(0, 3), (3, 4)]),
         ([8, 8, 8, 16], 23, 1, [(0, 2), (2, 3), (3, 4)]),
         ([8, 8, 8, 16], 64, 1, [(0, 4)]),
@@ -62,15 +61,13 @@ def test_processes_take_as_many_steps(lengths, processes):
         ([8, 8, 8, 16], 32, 5, [(0, 1), (1, 2), (2, 3), (3, 4)]),
         ([8, 8, 8, 8], 32, 2, [(0, 2), (2, 4)]),
         ([8], 8, 1, [(0, 1)]),
-    ],
-)
-def test_sorted_lengths_are_divided_where_the_budget_ends(lengths, budget, processes, cuts):
-    assert sorted(_cuts(lengths, budget, processes)) == cuts
+    ]:
+        assert sorted(_cuts(lengths, budget, processes)) == cuts, (lengths, budget, processes)
 
 
-@pytest.mark.parametrize(("budget", "length", "samples"), [(64, 8, 8), (63, 8, 7), (64, 9, 4), (7, 8, 1)])
-def test_samples_of_one_length_within_a_budget(budget, length, samples):
-    assert samples_within(budget, length) == samples
+def test_samples_of_one_length_within_a_budget():
+    for budget, length, samples in [(64, 8, 8), (63, 8, 7), (64, 9, 4), (7, 8, 1)]:
+        assert samples_within(budget, length) == samples, (budget, length)
 
 
 def test_little_is_padded_and_epochs_differ():

@@ -12,12 +12,8 @@ from runs import ENDED, reading, report, write_run
 
 pytestmark = pytest.mark.pages
 _FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--no-first-run"),
 ]
 WIDTHS = {"phone": 360, "desktop": 1280}
 

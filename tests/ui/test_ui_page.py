@@ -13,30 +13,11 @@ from hf_memopt.ui.limits import Limits
 from hf_memopt.ui.page import _FEATURES, _question, build_page, launch_page
 
 UNTOUCHED = {
-    "model": "llama-3.1-8b",
-    "card": "rtx_4090",
-    "method": "lora",
-    "length": None,
-    "tokens": "",
-    "price": None,
-    "features": [],
-    "others": None,
-    "config": None,
+    **{"model": "llama-3.1-8b", "card": "rtx_4090", "method": "lora", "length": None, "tokens": "", "price": None},
+    **{"features": [], "others": None, "config": None},
 }
 ODD = (
-    True,
-    5,
-    -1,
-    1.5,
-    float("nan"),
-    float("inf"),
-    [],
-    {},
-    "x",
-    "\x1b",
-    "9" * 400,
-    ["x"],
-    [[]],
+    *(True, 5, -1, 1.5, float("nan"), float("inf"), [], {}, "x", "\x1b", "9" * 400, ["x"], [[]]),
     {"path": "/etc/passwd"},
 )
 

@@ -77,16 +77,6 @@ def test_how_many(frames, max_frames, tmp_path_factory):
             assert clip.indices[0] == 0 and clip.indices[-1] == frames - 1
 
 
-def test_frames_a_second():
-    assert FrameLimits(100, 2.0).count(250, 10.0) == 20
-    assert FrameLimits(15, 2.0).count(250, 10.0) == 15
-    assert FrameLimits(None, 60.0).count(250, 10.0) == 250
-    assert FrameLimits(100, 1.0).count(250, 1.0) == 4, "the shortest clips are not single frames"
-    assert FrameLimits(3, 1.0).count(250, 1.0) == 3, "max_frames holds nevertheless"
-    assert FrameLimits(100, 1.0).count(2, 0.1) == 2
-    assert FrameLimits(15, multiple_of=2).count(250, 10.0) == 14
-
-
 def test_a_variable_rate_is_sampled_in_time(tmp_path):
     """30 frames in the first second, then 10 over five seconds: half of the clip must not be its first second."""
     times = [index * 33 for index in range(30)] + [1000 + index * 500 for index in range(10)]
@@ -155,12 +145,6 @@ def test_what_is_no_video_is_named(kind, tmp_path):
         with pytest.raises(BadVideo, match=kind) as caught:
             reads(path, FrameLimits())
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("name", "value"), [("max_frames", 0), ("fps", -1.0), ("max_pixels", 0)])
-def test_limits_that_cannot_be(name, value, tmp_path):
-    with pytest.raises(InputError, match="must be above 0"):
-        read_clip(tmp_path / "any.mp4", FrameLimits(**{name: value}))
 
 
 @pytest.mark.slow
