@@ -28,10 +28,10 @@ _NO_OPTION = ("cut_cross_entropy",)
 # Options of accelerate launch that a plan does not choose: where processes run and meet, and what is logged of them;
 # and a precision that it leaves to the trainer.
 _MACHINES = re.compile(
-    "__(?:gpu_ids|main_.*|machine_rank|same_network|rdzv_.*|role|tee|log_dir|max_restarts|monitor_interval|quiet|debug|"
+    "--(?:gpu_ids|main_.*|machine_rank|same_network|rdzv_.*|role|tee|log_dir|max_restarts|monitor_interval|quiet|debug|"
     "mixed_precision|num_cpu_threads_per_process|enable_cpu_affinity|deepspeed_hostfile)"
 )
-_COUNTS = re.compile("--(?:standalone|nproc[-_]per[-_]node|num_gpus)")  # of torchrun and deepspeed, on one machine
+_COUNTS = re.compile("--(?:standalone|nproc_per_node|num_gpus)")  # of torchrun and deepspeed, on one machine
 
 
 def chosen_keys(table: Table, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,12 +112,14 @@ def edit(source: Source, keys: Mapping[str, Any]) -> str | None:
 
 
 def launched(text: str, launcher: str) -> str:
-    """The text of a command that starts as a plan says, with what its own launcher says of machines; the same text
+    """The text of a command that starts as a plan says, but for what its own launcher says of machines; the same text
     where another says that, or a module is started."""
     words, kept = parse_commands(text).launcher, []
     for word, after in zip_longest(words, words[1:]):
         name, equals, _ = word.text.partition("=")
-        if _MACHINES.fullmatch(name.replace("-", "_")) and f"{name} " not in launcher:
+        name = re.sub(r"(?<=\w)-", "_", name)
+        if _MACHINES.fullmatch(name) and (name != "--mixed_precision" or name not in launcher):
+            launcher = re.sub(rf" {name} \S+", "", launcher)
             apart = after is not None and not equals and not after.text.startswith("-")
             kept.append(text[word.start : after.end if apart else word.end])
         elif name.startswith("-") and not words[0].text.endswith("accelerate") and not _COUNTS.fullmatch(name):

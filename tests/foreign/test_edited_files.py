@@ -264,6 +264,7 @@ def test_a_command_starts_as_its_plan_says(subtests):
             f"A=1 nohup {told} {places} \\\n sft.py &"
         ),
         "/bin/accelerate launch --tee 3 sft.py": f"{told} --tee 3 sft.py",
+        "accelerate launch --machine-rank $R sft.py": f"{told} --machine-rank $R sft.py",
         "torchrun --standalone --nproc_per_node=2 sft.py": f"{told} sft.py",
         "deepspeed --num_gpus 2 sft.py": f"{told} sft.py",
         "python sft.py --max_length 2": f"{told} sft.py --max_length 2",
@@ -275,6 +276,9 @@ def test_a_command_starts_as_its_plan_says(subtests):
         with subtests.test(before):
             words = [line.replace("sft.py", "trl/scripts/sft.py") for line in (before, after or before)]
             assert launched(words[0], told) == words[1]
+    told = 'accelerate launch --machine_rank "$MACHINE_RANK" --mixed_precision fp8 --tee 1'
+    own = "accelerate launch --machine-rank=3 --mixed_precision no trl/scripts/sft.py"
+    assert launched(own, told) == "accelerate launch --mixed_precision fp8 --tee 1 --machine-rank=3 trl/scripts/sft.py"
 
 
 @pytest.mark.slow
