@@ -11,7 +11,7 @@ from hf_memopt.compatibility.config_files import find_faults
 from hf_memopt.engines import DeepSpeed, deepspeed_values
 from hf_memopt.engines.deepspeed import deepspeed_config
 from hf_memopt.errors import InputError
-from hf_memopt.findings import Effect
+from hf_memopt.findings import Effect, Finding, refused
 
 ODD = (None, True, 5, -1, "x", [], {}, float("inf"))
 OPTIMIZER = {
@@ -180,3 +180,8 @@ def test_auto_is_what_accelerate_makes_of_it(subtests):
             assert deepspeed_config(config) == sizes | {"zero_optimization": filled}
             strategy = f"zero{2 if stage == 'auto' else 3}{'_offload_cpu' if devices[0] == 'cpu' else ''}"
             assert DeepSpeed.of_config(deepspeed_config(config)).strategy == strategy
+
+
+def test_which_values_are_refused():
+    found = [Finding(("a", "b"), "x"), Finding((), "of the file"), Finding(("c",), "y", Effect.ACCEPTED)]
+    assert refused(found) == [("a", "b")]

@@ -87,9 +87,9 @@ def check_equal(folder, expected, **kwargs):
 def test_it_is_what_peft_merges(kind, base, tmp_path):
     adapter = save_adapter(base, tmp_path / "adapter", **ADAPTERS[kind])
     result = merge_adapter(adapter, tmp_path / "out", max_shard_size="20KB")
-    assert {"config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"} <= set(
-        result.files
-    )
+    files, shards = set(result.files), [name for name in result.files if name.startswith("model-")]
+    assert {"config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"} <= files
+    assert shards == [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
     check_equal(tmp_path / "out", merged_by_peft(base, adapter).state_dict())
     assert not list(tmp_path.glob(".out*")), "nothing temporary is left"
 

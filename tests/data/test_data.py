@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ import torch
 from hf_memopt.data import embedded
 from hf_memopt.data.bad_rows import BadRows
 from hf_memopt.data.sample_batches import _content, relative_sizes, sample_lengths, with_positions
-from hf_memopt.data.sources import _by_split, _count_held_out, _files_of_rows, _hold_out_streaming, load_rows
+from hf_memopt.data.sources import (
+    _by_split,
+    _count_held_out,
+    _files_of_rows,
+    _hold_out_streaming,
+    load_rows,
+    local_path,
+)
 from hf_memopt.data.tokens import packed
 from hf_memopt.errors import InputError
 
@@ -320,3 +328,16 @@ def test_questions_are_of_documented_functions(monkeypatch):
     assert [both for _, *both in pairs] == [
         [chosen + a, not_ + a] for (chosen, not_), a in zip(frames, answers, strict=True)
     ]
+
+
+def test_what_may_be_a_name_on_a_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "notes.doc").write_text("x")
+    for source in ("rows.jsonl", "owner/name", "name", str(tmp_path)):
+        assert local_path(source) == Path(source)
+    for source in ("other.jsonl", "./name", "/no/such", "~/no/such", "owner/rows.parquet"):
+        with pytest.raises(InputError, match="no such file or folder"):
+            local_path(source)
+    with pytest.raises(InputError, match="unknown suffix '.doc'; known are "):
+        local_path("notes.doc")

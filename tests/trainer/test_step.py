@@ -352,7 +352,7 @@ def test_every_kto_chunk_has_the_whole_kl_batch():
 
 def _only_the_last_chunk_of_a_window_is_reduced(processes, synced, apart, monkeypatch):
     monkeypatch.setattr(StepState, "now", lambda trainer: None)
-    passes, rows = [], {"x": torch.arange(4.0)}
+    passes, rows = [], {"x": torch.arange(6.0)}
 
     @contextlib.contextmanager
     def no_sync(model):
@@ -368,13 +368,13 @@ def _only_the_last_chunk_of_a_window_is_reduced(processes, synced, apart, monkey
     rule = SimpleNamespace(weight=lambda *_: 0.5)
     runner = SimpleNamespace(_trainer=trainer, _rule=rule, own_loss=False, buffers=buffers, splits=True)
     runner._hooked_backward = contextlib.nullcontext
-    micro = MicroBatch(rows, None, samples=4, elements=4, size=2, synced=synced, number=0, versions=[])
+    micro = MicroBatch(rows, None, samples=6, elements=6, size=2, synced=synced, number=0, versions=[])
     loss = StepRunner._run(runner, lambda model, inputs, items: inputs["x"].sum(), "model", micro, synced)
-    assert (float(loss), passes) == (3.0, ["model"] * apart)
+    assert (float(loss), passes) == (7.5, ["model"] * apart)
 
 
 def test_only_the_last_chunk_of_a_window_is_reduced(monkeypatch, subtests):
-    for processes, synced, apart in [(1, True, 0), (2, True, 1), (2, False, 2)]:
+    for processes, synced, apart in [(1, True, 0), (2, True, 2), (2, False, 3)]:
         with subtests.test(processes=str(processes), synced=str(synced)):
             _only_the_last_chunk_of_a_window_is_reduced(processes, synced, apart, monkeypatch)
 
