@@ -339,5 +339,5 @@ def test_what_may_be_a_name_on_a_hub(tmp_path, monkeypatch):
     for source in ("other.jsonl", "./name", "/no/such", "~/no/such", "owner/rows.parquet"):
         with pytest.raises(InputError, match="no such file or folder"):
             local_path(source)
-    with pytest.raises(InputError, match="unknown suffix '.doc'; known are "):
+    with pytest.raises(InputError, match=r"unknown suffix '\.doc'; known are "):
         local_path("notes.doc")
