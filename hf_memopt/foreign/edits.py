@@ -113,8 +113,10 @@ def edit(source: Source, keys: Mapping[str, Any]) -> str | None:
 
 def launched(text: str, launcher: str) -> str:
     """The text of a command that starts as a plan says, but for what its own launcher says of machines; the same text
-    where another says that, or a module is started."""
+    where another says that, a module is started, or a program stands before a plan's variables."""
     words, kept = parse_commands(text).launcher, []
+    if words and "=" in launcher.split()[0] and text[: words[0].start].rpartition("\n")[2].strip():
+        return text
     for word, after in zip_longest(words, words[1:]):
         name, equals, _ = word.text.partition("=")
         name = re.sub(r"(?<=\w)-", "_", name)

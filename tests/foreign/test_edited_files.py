@@ -276,6 +276,9 @@ def test_a_command_starts_as_its_plan_says(subtests):
         with subtests.test(before):
             words = [line.replace("sft.py", "trl/scripts/sft.py") for line in (before, after or before)]
             assert launched(words[0], told) == words[1]
+    shared, run = "PARALLELISM_CONFIG_SP_SIZE=2 accelerate launch", "accelerate launch trl/scripts/sft.py"
+    assert launched(f"cd x\n{run}", shared) == f"cd x\n{shared} trl/scripts/sft.py"
+    assert launched(f"nohup {run}", shared) == f"nohup {run}"
     told = 'accelerate launch --machine_rank "$MACHINE_RANK" --mixed_precision fp8 --tee 1'
     own = "accelerate launch --machine-rank=3 --mixed_precision no trl/scripts/sft.py"
     assert launched(own, told) == "accelerate launch --mixed_precision fp8 --tee 1 --machine-rank=3 trl/scripts/sft.py"
