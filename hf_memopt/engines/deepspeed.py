@@ -179,14 +179,14 @@ def deepspeed_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any
     if not isinstance(config, Mapping | str | Path):
         raise InputError(f"deepspeed={brief(config)} must be a file, a mapping or a name, as in zero3")
     if isinstance(config, Mapping) or is_inline_json(config) or os.path.isfile(config):  # Path.is_file fails: too long
-        return _filled(check_deepspeed(read_settings(config, "deepspeed")))
-    if (inline := decode_inline(str(config))) is not None:
-        return _filled(check_deepspeed(inline))
-    if file := shipped_deepspeed(str(config)):
-        return read_json(file)
-    if "/" not in str(config) and not str(config).endswith(".json"):
-        raise choose("deepspeed configuration", str(config), (file.stem for file in deepspeed_files()))
-    return _filled(check_deepspeed(read_json(config)))
+        content = read_settings(config, "deepspeed")
+    elif (content := decode_inline(str(config))) is None:
+        if file := shipped_deepspeed(str(config)):
+            return read_json(file)
+        if "/" not in str(config) and not str(config).endswith(".json"):
+            raise choose("deepspeed configuration", str(config), (file.stem for file in deepspeed_files()))
+        content = read_json(config)
+    return _filled(check_deepspeed(content))
 
 
 def _filled(config: Mapping[str, Any]) -> Mapping[str, Any]:

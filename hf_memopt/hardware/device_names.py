@@ -29,7 +29,8 @@ _NUMBERS = {
     **{"one": 1, "single": 1, "two": 2, "dual": 2, "pair": 2, "three": 3, "triple": 3, "four": 4, "quad": 4},
     **{"eight": 8, "sixteen": 16},
 }
-# Machines of clouds, by what is in one (their lists of GPU machine types of AWS, Google and Azure, 2026-11).
+# Machines of AWS, Google and Azure, by what is in one. Written down from memory: g4dn, g5 and g6 up to 16xlarge were
+# compared with the table in AWS Batch's documentation of GPU jobs, the others with nothing yet.
 _MACHINES = {
     machine: cards
     for cards, machines in {

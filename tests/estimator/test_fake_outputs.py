@@ -267,11 +267,11 @@ def test_outputs_and_allocations_of_operators_with_kernels_of_their_own():
             for name, make in REPLACED.items():
                 for padded in (False, True) if name == "conditions" else (False,):
                     with FakeLedger(padded, accelerator=backend != "cpu") as ledger:
-                        found[f"{name} {backend} {padded}"] = told(ledger, make)
+                        found[f"{name} {backend} {padded}"] = outputs_of(ledger, make)
     frozen.check("replaced_kernels", found)
 
 
-def told(ledger, make) -> list:
+def outputs_of(ledger, make) -> list:
     """Shape, strides, type and value of each output, and bytes of the peak."""
     ledger.begin("forward", "activations")
     outputs = list(make())

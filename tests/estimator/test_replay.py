@@ -84,12 +84,12 @@ def as_trace(events, segments, layers=None) -> TraceResult:
 
 def in_order(trace: TraceResult, period: int, added: int) -> list:
     """What is allocated, how large, and when it was allocated that is freed, each in its segment."""
-    began, told = {}, []
+    began, events = {}, []
     for name, size, visit in stretch(trace, period, added):
         if size:
-            began[name] = len(told)
-        told.append((size or -began.pop(name), trace.segments[visit]))
-    return told
+            began[name] = len(events)
+        events.append((size or -began.pop(name), trace.segments[visit]))
+    return events
 
 
 def test_stretched_events_are_those_of_the_deep_model(subtests):

@@ -25,7 +25,7 @@ def weights(*shape: int, dtype=HALF, trained=True) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, requires_grad=trained)
 
 
-def told(ledger: Ledger, make) -> list:
+def passes_of(ledger: Ledger, make) -> list:
     """Shape and type of each output, bytes after forward, and of both passes' peaks."""
     ledger.begin("start", "other")
     inputs, run = make()
@@ -160,9 +160,11 @@ def test_kernels_that_are_stood_in_for():
     with fake_world("cuda"):
         for name, make in KERNELS.items():
             with FakeLedger(accelerator=True) as ledger:
-                found[name] = told(ledger, make)
+                found[name] = passes_of(ledger, make)
         with FakeLedger(accelerator=True) as ledger, torch.autocast("cpu", HALF):
-            found["autocast"] = [told(ledger, make) for make in (sdpa(7.5, WIDE, 4), fused(WIDE, WIDE, True, 8.0))]
+            found["autocast"] = [
+                passes_of(ledger, make) for make in (sdpa(7.5, WIDE, 4), fused(WIDE, WIDE, True, 8.0))
+            ]
     rows = itertools.product((1, 7, 8, 1000, 4096), (1000, 32_000), (64, 4096))
     found["rows"] = [
         liger._rows(torch.empty(n, h, device="meta"), torch.empty(v, h, device="meta")) for n, v, h in rows

@@ -256,18 +256,18 @@ def test_what_a_search_changes_stays(tmp_path):
 
 def test_a_command_starts_as_its_plan_says(subtests):
     """What its own launcher says of machines stays; where another launcher says that, nothing changes."""
-    told = "accelerate launch --use_deepspeed --zero_stage 3"
+    plans = "accelerate launch --use_deepspeed --zero_stage 3"
     places = '--main_process_port 29501 --machine_rank=$RANK --main_process_ip "$IP" --same_network'
     for before, after in {
-        "accelerate launch --mixed_precision bf16 sft.py": f"{told} --mixed_precision bf16 sft.py",
+        "accelerate launch --mixed_precision bf16 sft.py": f"{plans} --mixed_precision bf16 sft.py",
         f"A=1 nohup accelerate launch --multi_gpu {places} \\\n  --use_fsdp \\\n sft.py &": (
-            f"A=1 nohup {told} {places} \\\n sft.py &"
+            f"A=1 nohup {plans} {places} \\\n sft.py &"
         ),
-        "/bin/accelerate launch --tee 3 sft.py": f"{told} --tee 3 sft.py",
-        "accelerate launch --machine-rank $R sft.py": f"{told} --machine-rank $R sft.py",
-        "torchrun --standalone --nproc_per_node=2 sft.py": f"{told} sft.py",
-        "deepspeed --num_gpus 2 sft.py": f"{told} sft.py",
-        "python sft.py --max_length 2": f"{told} sft.py --max_length 2",
+        "/bin/accelerate launch --tee 3 sft.py": f"{plans} --tee 3 sft.py",
+        "accelerate launch --machine-rank $R sft.py": f"{plans} --machine-rank $R sft.py",
+        "torchrun --standalone --nproc_per_node=2 sft.py": f"{plans} sft.py",
+        "deepspeed --num_gpus 2 sft.py": f"{plans} sft.py",
+        "python sft.py --max_length 2": f"{plans} sft.py --max_length 2",
         "torchrun --nproc-per-node 2 --nnodes 2 sft.py": None,
         "python -u sft.py": None,
         "python -m torch.distributed.run --nproc_per_node 2 sft.py": None,
@@ -275,13 +275,15 @@ def test_a_command_starts_as_its_plan_says(subtests):
     }.items():
         with subtests.test(before):
             words = [line.replace("sft.py", "trl/scripts/sft.py") for line in (before, after or before)]
-            assert launched(words[0], told) == words[1]
+            assert launched(words[0], plans) == words[1]
     shared, run = "PARALLELISM_CONFIG_SP_SIZE=2 accelerate launch", "accelerate launch trl/scripts/sft.py"
     assert launched(f"cd x\n{run}", shared) == f"cd x\n{shared} trl/scripts/sft.py"
     assert launched(f"nohup {run}", shared) == f"nohup {run}"
-    told = 'accelerate launch --machine_rank "$MACHINE_RANK" --mixed_precision fp8 --tee 1'
+    plans = 'accelerate launch --machine_rank "$MACHINE_RANK" --mixed_precision fp8 --tee 1'
     own = "accelerate launch --machine-rank=3 --mixed_precision no trl/scripts/sft.py"
-    assert launched(own, told) == "accelerate launch --mixed_precision fp8 --tee 1 --machine-rank=3 trl/scripts/sft.py"
+    assert (
+        launched(own, plans) == "accelerate launch --mixed_precision fp8 --tee 1 --machine-rank=3 trl/scripts/sft.py"
+    )
 
 
 @pytest.mark.slow
